@@ -1,6 +1,6 @@
 """Money as integers of pico units (1e-12 of a currency), so that a price per token is an integer.
 
-0.42 USD per 1M tokens is 420 000 pico a token; tokens × price is then exact, and nothing is rounded before a document is.
+0.42 USD per 1M tokens is 420 000 pico a token; tokens × price is then exact; nothing is rounded before a document is.
 Amounts outside this module are `int` with `_pico` in their names; decimals appear only at the edges, as strings.
 """
 

@@ -1,7 +1,7 @@
 """What the journal says: the records of a request's life, as plain immutable values.
 
-`INTENT → PROGRESS* → SETTLE | VOID`. A SETTLE is complete: it carries the usage row and the final split of its price over
-accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are encoded as MessagePack
+`INTENT → PROGRESS* → SETTLE | VOID`. A SETTLE is complete: it carries the usage row and the final split of its price
+over accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are encoded as MessagePack
 arrays in field order: new fields go to the end, with a default.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 Status = Literal["completed", "cancelled", "failed", "crashed"]
-"""completed: the answer ended by itself · cancelled: the client hung up · failed: upstream broke off · crashed: we did."""
+"""completed: it ended by itself · cancelled: the client hung up · failed: upstream broke off · crashed: we did."""
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +50,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Token counts of one request. Subsets: cached and cache_write ⊂ prompt, reasoning ⊂ generated, accepted ⊂ draft."""
+    """Token counts of one request: cached and cache_write ⊂ prompt, reasoning ⊂ generated, accepted ⊂ draft."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

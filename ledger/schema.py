@@ -1,7 +1,7 @@
 """The tables, once, for SQLite (STRICT) and PostgreSQL. Alembic migrations are written from these.
 
 Times are UTC epoch milliseconds (`_ms`), money is pico (`_pico`), identifiers are text, lists and maps are JSON text.
-Sums and balances are NUMERIC(38,0) on PostgreSQL; on SQLite they are 64-bit integers, so one balance there holds at most
+Sums and balances are NUMERIC(38,0) on PostgreSQL; on SQLite they are 64-bit integers: one balance there holds at most
 about 9.2 million units of a currency (`money.MAX_SQL_PICO`).
 """
 
