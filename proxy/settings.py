@@ -1,0 +1,253 @@
+"""One frozen Settings from a YAML file and the environment. Every path in it is absolute; every secret is resolved.
+
+`load_settings` is the only way in. It raises SettingsError, whose lines name the file, the line, the key and what is
+allowed there. `base_dir` is what relative paths are relative to; TallyGate's own files lie in `base_dir/data`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from proxy.settings_checks import check
+from proxy.yaml_source import DecimalText, Source, SourceError, compose, decode, read
+
+SettingsError = SourceError
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+DEFAULT_CONFIG = """\
+backend:
+  target: demo
+  drafts: {qwen-0.5b: demo, llama-3.2-1b: demo, gpt2-small: demo}
+models:
+  deepseek-v3.2:
+    deployments: [{to: backend}]
+    drafts: [qwen-0.5b, llama-3.2-1b, gpt2-small]
+    default_draft: qwen-0.5b
+    price: {currency: USD, input: "0.28", cache_read: "0.028", output: "0.42"}
+"""
+"""What `tallygate serve` runs when no file is given: the bundled pair, no upstream."""
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    workers: AtLeastOne = 1
+    max_body_mb: AtLeastOne = 32
+    key_secret: str | None = None
+    """The secret under which API keys are hashed; None: generated once in `data/key-secret`."""
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    database: str = "sqlite:///data/tallygate.db"
+    counters: str = "memory"
+    journal_dir: str = "data/journal"
+
+    @property
+    def journal_path(self) -> Path:
+        return Path(self.journal_dir)
+
+
+class Backend(msgspec.Struct, frozen=True, kw_only=True):
+    """The local engine. With `url` it runs elsewhere and is not started here."""
+
+    target: str = "demo"
+    drafts: dict[str, str] = {}
+    max_batch: AtLeastOne = 8
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    url: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        """With `/v1`, as an upstream's."""
+        return (self.url or f"http://{self.host}:{self.port}/v1").rstrip("/")
+
+
+class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+    base_url: str
+    api_key: str | None = None
+    kind: Literal["openai"] = "openai"
+    connect_timeout_s: Seconds = 10.0
+    first_byte_timeout_s: Seconds = 60.0
+    idle_timeout_s: Seconds = 60.0
+    read_timeout_s: Seconds = 120.0
+    max_concurrency: AtLeastOne = 64
+    tokenizer: str | None = None
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """Per 1M tokens, as decimal text. Cache prices default to `input`, reasoning to `output`."""
+
+    currency: Literal["USD", "CNY"] = "USD"
+    input: DecimalText
+    output: DecimalText
+    cache_read: DecimalText | None = None
+    cache_write: DecimalText | None = None
+    output_reasoning: DecimalText | None = None
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """One place that serves a model: `to` is `backend` or an upstream's name."""
+
+    to: str
+    model: str | None = None
+    """The name under which that place knows the model; None: the same name."""
+    weight: Annotated[int, msgspec.Meta(ge=0)] = 100
+    cost: Price | None = None
+    """What the provider charges us."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    deployments: tuple[Deployment, ...]
+    sticky_by: Literal["team", "key", "user", "none"] = "team"
+    fallback: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
+    default_draft: str | None = None
+    speculative: Literal["auto", "enabled", "disabled"] = "auto"
+    price: Price | None = None
+    context_tokens: AtLeastOne | None = None
+    max_output_tokens: AtLeastOne | None = None
+
+
+class Fx(msgspec.Struct, frozen=True, kw_only=True):
+    USD_CNY: DecimalText = "7.3"
+
+
+class Billing(msgspec.Struct, frozen=True, kw_only=True):
+    timezone: str = "Asia/Shanghai"
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    secret: str | None = None
+    events: tuple[Literal["budget", "acceptance", "balance"], ...] = ("budget", "acceptance", "balance")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    server: Server = Server()
+    storage: Storage = Storage()
+    admin_token: str | None = None
+    """None: generated at the first start."""
+    backend: Backend | None = None
+    upstreams: dict[str, Upstream] = {}
+    models: dict[str, Model] = {}
+    fx: Fx = Fx()
+    billing: Billing = Billing()
+    webhooks: tuple[Webhook, ...] = ()
+    _base_dir: str = "."
+    _source: str = "the built-in configuration"
+
+    @property
+    def base_dir(self) -> Path:
+        return Path(self._base_dir)
+
+    @property
+    def data_dir(self) -> Path:
+        """TallyGate's own files: keys, converted weights, the demo key."""
+        return self.base_dir / "data"
+
+    @property
+    def source(self) -> str:
+        """The configuration file, in words."""
+        return self._source
+
+
+ADMIN_TOKEN_VARIABLE = "TALLYGATE_ADMIN_TOKEN"
+
+
+def load_settings(
+    path: Path | str | None,
+    data_dir: Path | str = ".",
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read, type-check and cross-check a configuration.
+
+    path: a YAML file, or None for the bundled pair. data_dir: the base of relative paths.
+    overrides: values from the command line by dotted path, such as {"server.port": 9000}; None values are skipped.
+    Raises SettingsError.
+    """
+    environ = os.environ if environ is None else environ
+    base = Path(data_dir).expanduser().absolute()
+    optional = frozenset({"admin_token"})
+    if path is None:
+        source = compose("the built-in configuration", DEFAULT_CONFIG, base, environ, optional)
+    else:
+        source = read(Path(path), base, environ, optional)
+    _override(source, {key: value for key, value in (overrides or {}).items() if value is not None})
+    settings = decode(source, Settings, source.root)
+    source.raise_if_any()
+    if settings.admin_token is None and environ.get(ADMIN_TOKEN_VARIABLE):
+        settings = msgspec.structs.replace(settings, admin_token=environ[ADMIN_TOKEN_VARIABLE])
+    check(settings, source.complain)
+    source.raise_if_any()
+    return _absolute(settings, base, source.name)
+
+
+def _override(source: Source, overrides: Mapping[str, Any]) -> None:
+    """Put command-line values into the document, so that they meet the same checks."""
+    if source.root is None or source.root.tag == "tag:yaml.org,2002:null":
+        source.root = yaml.compose("{}", yaml.SafeLoader)
+    for dotted, value in overrides.items():
+        node = source.root
+        *sections, name = dotted.split(".")
+        source.lines[dotted] = 0
+        for section in sections:
+            node = _child(node, section)
+        if isinstance(node, yaml.MappingNode):
+            node.value = [pair for pair in node.value if pair[0].value != name]
+            node.value.append(
+                (_text_node(name, node), yaml.compose(msgspec.json.encode(value).decode(), yaml.SafeLoader))
+            )
+
+
+def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    for key, value in node.value:
+        if key.value == name:
+            found: yaml.Node = value
+            return found
+    child = yaml.compose("{}", yaml.SafeLoader)
+    node.value.append((_text_node(name, node), child))
+    return child
+
+
+def _text_node(text: str, near: yaml.Node) -> yaml.ScalarNode:
+    return yaml.ScalarNode("tag:yaml.org,2002:str", text, near.start_mark, near.end_mark)
+
+
+def _absolute(settings: Settings, base: Path, source: str) -> Settings:
+    def at(path: str) -> str:
+        return os.fspath(base / Path(path).expanduser())
+
+    storage = settings.storage
+    database = storage.database
+    if database.startswith("sqlite:///"):
+        database = "sqlite:///" + at(database.removeprefix("sqlite:///"))
+    backend = settings.backend
+    if backend is not None and backend.target.startswith((".", "~")):
+        backend = msgspec.structs.replace(backend, target=at(backend.target))
+    upstreams = {
+        name: msgspec.structs.replace(upstream, tokenizer=at(upstream.tokenizer)) if upstream.tokenizer else upstream
+        for name, upstream in settings.upstreams.items()
+    }
+    return msgspec.structs.replace(
+        settings,
+        storage=msgspec.structs.replace(storage, database=database, journal_dir=at(storage.journal_dir)),
+        backend=backend,
+        upstreams=upstreams,
+        _base_dir=os.fspath(base),
+        _source=source,
+    )

@@ -1,0 +1,178 @@
+"""A configuration is either accepted whole or refused with lines that say where and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxy.settings import Settings, SettingsError, load_settings
+
+FULL = """\
+server: {host: 0.0.0.0, port: 9000, workers: 2, max_body_mb: 8}
+storage:
+  database: sqlite:///data/tallygate.db
+  counters: redis://localhost:6379/0
+  journal_dir: data/journal
+admin_token: env:ADMIN
+backend:
+  target: demo
+  drafts: {qwen-0.5b: demo, gpt2-small: ngram}
+upstreams:
+  legacy: {base_url: https://api.example.com/v1, api_key: "file:secret.txt", connect_timeout_s: 3}
+models:
+  deepseek-v3.2:
+    deployments:
+      - {to: backend, weight: 90}
+      - {to: legacy, model: gpt-4, weight: 10}
+    sticky_by: team
+    fallback: [legacy]
+    drafts: [qwen-0.5b, gpt2-small]
+    default_draft: qwen-0.5b
+    price: {currency: USD, input: 0.28, cache_read: "0.028", output: "0.42"}
+fx: {USD_CNY: "7.3"}
+billing: {timezone: Asia/Shanghai}
+webhooks: [{url: https://ops.example.com/hook, secret: env:ADMIN, events: [budget]}]
+"""
+
+
+def load(tmp_path: Path, text: str, **environ: str) -> Settings:
+    file = tmp_path / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_settings(file, tmp_path, environ=environ)
+
+
+def refused(tmp_path: Path, text: str, **environ: str) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, text, **environ)
+    return [line.removeprefix(str(tmp_path) + "/") for line in caught.value.lines]
+
+
+def test_the_documented_configuration_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("sk-upstream\n")
+    settings = load(tmp_path, FULL, ADMIN="an-admin-token-of-some-length")
+    assert settings.upstreams["legacy"].api_key == "sk-upstream"
+    assert settings.upstreams["legacy"].connect_timeout_s == 3.0
+    assert settings.admin_token == "an-admin-token-of-some-length"
+    assert settings.models["deepseek-v3.2"].price is not None
+    assert settings.models["deepseek-v3.2"].price.input == "0.28"
+    assert settings.storage.database == f"sqlite:///{tmp_path}/data/tallygate.db"
+    assert settings.storage.journal_path == tmp_path / "data/journal"
+
+
+def test_without_a_file_the_bundled_pair_serves_the_reference_model(tmp_path: Path) -> None:
+    settings = load_settings(None, tmp_path, environ={})
+    assert settings.backend is not None
+    assert settings.upstreams == {}
+    model = settings.models["deepseek-v3.2"]
+    assert model.drafts == ("qwen-0.5b", "llama-3.2-1b", "gpt2-small")
+    assert model.price is not None
+    assert (model.price.input, model.price.output, settings.fx.USD_CNY) == ("0.28", "0.42", "7.3")
+
+
+def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> None:
+    lines = refused(tmp_path, "server:\n  host: 127.0.0.1\n  prt: 8000\n")
+    assert lines == [
+        "config.yaml:3: server.prt: unknown key; did you mean `port`? "
+        "allowed here: host, port, workers, max_body_mb, key_secret"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("server: {workers: many}", "config.yaml:1: server.workers: expected a whole number, got 'many'"),
+        ("server:\n  port: 70000", "config.yaml:2: server.port: 70000 is out of range"),
+        ("server:\n  host: 5", "config.yaml:2: server.host: expected text, got '5'; put it in quotes"),
+        ("server: [1]", "config.yaml:1: server: expected a mapping with: host, port"),
+        ("models: {m: {deployments: {to: x}}}", "config.yaml:1: models.m.deployments: expected a list, got a mapping"),
+        ("upstreams:\n  a: {api_key: x}", "config.yaml:2: upstreams.a: needs `base_url`"),
+        (
+            "upstreams:\n  a:\n    base_url: env:NOT_SET",
+            "config.yaml:3: upstreams.a.base_url: the environment variable",
+        ),
+        ("upstreams:\n  a:\n    base_url: file:gone", "config.yaml:3: upstreams.a.base_url: cannot read"),
+        ("fx: {USD_CNY: x}", "config.yaml:1: fx.USD_CNY: not a decimal number: 'x'"),
+        ("billing: {timezone: Mars/Base}", "config.yaml:1: billing.timezone: no such time zone"),
+        ("server:\n  workers: 2", "config.yaml:2: server.workers: 2 workers cannot share counters"),
+        ("storage:\n  database: mysql://x", "config.yaml:2: storage.database: must begin with sqlite:///"),
+        ("storage:\n  counters: shared", "config.yaml:2: storage.counters: must be `memory` or a URL"),
+        ("server: {port: 1}\nserver: {port: 2}", "config.yaml:2: server: given twice"),
+        ("server:\n\t- x", "config.yaml:2: not valid YAML"),
+    ],
+)
+def test_a_wrong_value_is_refused_on_its_line(tmp_path: Path, text: str, expected: str) -> None:
+    lines = refused(tmp_path, text)
+    assert len(lines) == 1
+    assert lines[0].startswith(expected)
+
+
+MODEL = """\
+backend: {drafts: {a: ngram}}
+upstreams: {legacy: {base_url: "https://api.example.com/v1"}}
+models:
+  m:
+    deployments: [{to: DEPLOYMENT}]
+    fallback: [FALLBACK]
+    drafts: [DRAFT]
+    default_draft: DEFAULT
+    price: {currency: USD, input: "INPUT", output: "0.42"}
+"""
+GOOD = {"DEPLOYMENT": "backend", "FALLBACK": "legacy", "DRAFT": "a", "DEFAULT": "a", "INPUT": "0.28"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"DEPLOYMENT": "nowhere"}, ":5: models.m.deployments[0].to: no upstream is called 'nowhere'; known: backend"),
+        ({"FALLBACK": "nowhere"}, ":6: models.m.fallback[0]: no upstream is called 'nowhere'; known: backend, legacy"),
+        ({"DRAFT": "b", "DEFAULT": "b"}, ":7: models.m.drafts[0]: the backend has no draft 'b'; backend.drafts has: a"),
+        ({"DEFAULT": "b"}, ":8: models.m.default_draft: 'b' is not among the drafts of this model: a"),
+        ({"INPUT": "0.0000001"}, ":9: models.m.price.input: 0.0000001 is finer than the ledger keeps"),
+        ({"INPUT": "-1"}, ":9: models.m.price.input: a price cannot be negative"),
+    ],
+)
+def test_names_must_exist_and_prices_must_be_exact(tmp_path: Path, wrong: dict[str, str], expected: str) -> None:
+    text = MODEL
+    for name, value in (GOOD | wrong).items():
+        text = text.replace(name, value)
+    lines = refused(tmp_path, text)
+    assert len(lines) == 1
+    assert lines[0].startswith("config.yaml" + expected)
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    lines = refused(tmp_path, "server: {prt: 1}\nstorage: {databse: x}\nfxx: {}\n")
+    assert [line.split(": ")[0] for line in lines] == ["config.yaml:1", "config.yaml:2", "config.yaml:3"]
+
+
+def test_a_missing_admin_token_variable_means_one_is_generated(tmp_path: Path) -> None:
+    assert load(tmp_path, "admin_token: env:TALLYGATE_ADMIN_TOKEN").admin_token is None
+
+
+def test_the_admin_token_comes_from_the_environment_without_a_file(tmp_path: Path) -> None:
+    settings = load_settings(None, tmp_path, environ={"TALLYGATE_ADMIN_TOKEN": "from-the-environment"})
+    assert settings.admin_token == "from-the-environment"
+
+
+def test_command_line_values_meet_the_same_checks(tmp_path: Path) -> None:
+    settings = load_settings(None, tmp_path, {"server.port": 9, "server.host": None}, environ={})
+    assert (settings.server.port, settings.server.host) == (9, "127.0.0.1")
+    with pytest.raises(SettingsError, match=r"server\.workers: 3 workers cannot share counters"):
+        load_settings(None, tmp_path, {"server.workers": 3}, environ={})
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gone\.yaml: cannot be read: No such file"):
+        load_settings(tmp_path / "gone.yaml", tmp_path)
+
+
+def test_merged_defaults_may_be_overridden(tmp_path: Path) -> None:
+    text = """\
+upstreams:
+  a: &common {base_url: "https://a.example.com/v1", max_concurrency: 4}
+  b: {<<: *common, base_url: "https://b.example.com/v1"}
+"""
+    settings = load(tmp_path, text)
+    assert settings.upstreams["b"].base_url == "https://b.example.com/v1"
+    assert settings.upstreams["b"].max_concurrency == 4
