@@ -1,7 +1,7 @@
 """What the journal says: the records of a request's life, as plain immutable values.
 
-`INTENT → PROGRESS* → SETTLE | VOID`. A SETTLE is complete: it carries the usage row and the final split of its price
-over accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are encoded as MessagePack
+`INTENT → PROGRESS* → ANSWER? → SETTLE | VOID`. A SETTLE is complete: it carries the usage row and the final split of its
+price over accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are MessagePack
 arrays in field order: new fields go to the end, with a default.
 """
 
@@ -97,8 +97,17 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     recovered_epoch: int | None = None
     """Set when a later epoch settles what a crashed one left: its leases pay."""
     idempotency_key: str | None = None
-    answer: bytes | None = None
-    """The stored answer for Idempotency-Key replay."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What the client of an Idempotency-Key gets when it asks again. Written above its SETTLE and kept for a day only,
+    so it is a record of its own: the bytes of a SETTLE stay for ever."""
+
+    request_id: str
+    team_id: str
+    key_id: str
+    idempotency_key: str
+    body: bytes
 
 
 class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
@@ -123,7 +132,7 @@ class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
     period: str
 
 
-Record = Intent | Progress | Settle | Void | EpochClosed | Seal
+Record = Intent | Progress | Answer | Settle | Void | EpochClosed | Seal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -1,4 +1,4 @@
-"""The tables, once, for SQLite (STRICT) and PostgreSQL. Alembic migrations are written from these.
+"""The tables, once, for SQLite (STRICT) and PostgreSQL. A change here needs a migration (`ledger/migrations/versions`).
 
 Times are UTC epoch milliseconds (`_ms`), money is pico (`_pico`), identifiers are text, lists and maps are JSON text.
 Sums and balances are NUMERIC(38,0) on PostgreSQL; on SQLite they are 64-bit integers: one balance there holds at most
@@ -71,6 +71,7 @@ teams = _table(
     Column("tax_id", Text),
     Column("tax_rate_bp", Integer, nullable=False, server_default="0"),
     Column("created_ms", Int, nullable=False),
+    Column("plan", Text),  # price scope between default and team
     CheckConstraint("billing_currency IN ('USD', 'CNY')", name="currency"),
 )
 
@@ -121,6 +122,7 @@ quotas = _table(
     Column("currency", Text),  # spend only
     Column("limit_value", PicoSum, nullable=False),  # a count; pico of `currency` for spend
     Column("hard", Integer, nullable=False, server_default="1"),
+    Column("timezone", Text),  # global ones; the others follow their team's
 )
 
 idempotent_admin_calls = _table(
@@ -188,6 +190,7 @@ price_items = _table(
     Column("usd_pico", Int, nullable=False),  # per token
     Column("cny_pico", Int, nullable=False),  # per token, fixed at publication
     Column("fx_exact", Integer, nullable=False),
+    Column("currency", Text, nullable=False, server_default="USD"),  # quoted in; the other one follows the FX rate
     CheckConstraint(
         "meter IN ('input_uncached', 'cache_read', 'cache_write', 'output_text', 'output_reasoning')", name="meter"
     ),
@@ -400,6 +403,9 @@ idempotency_claims = _table(
     Column("answer", LargeBinary),
     Column("answer_expires_ms", Int),
     Column("at_ms", Int, nullable=False),
+    Column("slot_id", Text, nullable=False),  # whose journal tells how it ended; what is still running when that
+    Column("epoch", Integer, nullable=False),  # epoch closes never began
+    Index("ix_idempotency_claims_slot_epoch", "slot_id", "epoch"),
 )
 
 periods = _table(
