@@ -1,0 +1,77 @@
+"""CSV for spreadsheets: UTF-8 with a byte order mark, CRLF, one row a line, then the figures. RFC 4180."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING
+
+from ledger.documents.wording import describe, exchange_rate, local_date, summary, tax_rate, unit_price
+from ledger.money import format_amount
+from ledger.statements import Statement
+
+if TYPE_CHECKING:
+    from _csv import Writer
+
+_FORMULA_START = ("=", "+", "-", "@", "\t", "\r")
+
+
+def write_csv(statement: Statement) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\r\n")
+    _head(writer, statement)
+    _lines(writer, statement)
+    writer.writerow([])
+    for name, chinese, amount in summary(statement):
+        writer.writerow([name, chinese, amount, statement.currency])
+    writer.writerow(["Tax rate", "税率", tax_rate(statement)])
+    for fx in statement.fx:
+        writer.writerow(["Exchange rate", "汇率与生效日", exchange_rate(fx, statement.timezone), fx.price_version])
+    if statement.merkle_root:
+        writer.writerow(["Merkle root", "", statement.merkle_root])
+    return b"\xef\xbb\xbf" + text.getvalue().encode()
+
+
+def _head(writer: Writer, statement: Statement) -> None:
+    party = statement.party
+    end = local_date(statement.period_end_ms - 1, statement.timezone)
+    rows = [
+        ("Statement", "对账单", statement.number or f"{statement.state} (not a tax document)"),
+        ("Period", "账期", f"{local_date(statement.period_start_ms, statement.timezone)} to {end}", statement.timezone),
+        ("Team", "客户", _text(party.name), party.team_id),
+        ("Invoice title", "发票抬头", _text(party.invoice_title or "")),
+        ("Tax number", "纳税人识别号", _text(party.tax_id or "")),
+        ("Requests", "请求数", statement.tokens.requests),
+    ]
+    for row in rows:
+        writer.writerow(row)
+    writer.writerow([])
+
+
+def _lines(writer: Writer, statement: Statement) -> None:
+    columns = "description,model,meter,price_version,tokens,usd_per_1m,cny_per_1m,amount_usd,amount_cny,billed,currency"
+    writer.writerow(columns.split(","))
+    for line in statement.lines:
+        writer.writerow(
+            [
+                _text(describe(line)),
+                _text(line.model),
+                line.meter,
+                line.price_version,
+                line.tokens,
+                unit_price(line, "USD"),
+                unit_price(line, "CNY"),
+                format_amount(line.usd_pico),
+                format_amount(line.cny_pico),
+                format_amount(line.billed_pico),
+                statement.currency,
+            ]
+        )
+    total = ["Total", "", "", "", sum(line.tokens for line in statement.lines if line.kind == "usage"), "", ""]
+    exact = [format_amount(statement.exact_usd_pico), format_amount(statement.exact_cny_pico)]
+    writer.writerow([*total, *exact, format_amount(statement.billed_pico), statement.currency])
+
+
+def _text(value: str) -> str:
+    """Text that a spreadsheet will not run as a formula (CSV injection)."""
+    return "'" + value if value.startswith(_FORMULA_START) else value

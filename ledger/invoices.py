@@ -1,0 +1,181 @@
+"""Invoices: draft (recomputed at every look) → finalized (numbered, hashed, immutable) → paid or void.
+
+Numbers are gapless, months are finalized in order per team, and what was finalized is read back from its own bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, and_, func, insert, literal, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ledger import audit
+from ledger.audit import By
+from ledger.errors import Conflict, Invalid, NotFound
+from ledger.ids import new_id
+from ledger.month_figures import draft_statement
+from ledger.paging import Page, page
+from ledger.periods import zone
+from ledger.schema import counters, invoices, rollups
+from ledger.statements import Statement
+
+
+class Invoice(msgspec.Struct, frozen=True):
+    """One invoice as it stands. `document_hash` is the SHA-256 of the statement stored with it."""
+
+    id: str
+    team_id: str
+    period: str
+    kind: str
+    state: str
+    number: str | None
+    currency: str
+    billed_pico: int
+    carry_in_pico: int
+    carry_out_pico: int
+    exact_usd_pico: int
+    exact_cny_pico: int
+    document_hash: str | None
+    merkle_root: str | None
+    refers_to: str | None
+    created_ms: int
+    finalized_ms: int | None
+
+
+_INVOICE_COLUMNS = [invoices.c[name] for name in Invoice.__struct_fields__]
+
+
+async def statement_of(c: AsyncConnection, team_id: str, period: str) -> Statement:
+    """The finalized statement of the month if there is one, else the draft."""
+    query = select(invoices.c.document).where(_live_invoice(team_id, period))
+    document = (await c.execute(query)).scalar_one_or_none()
+    if document is not None:
+        return msgspec.json.decode(document, type=Statement)
+    return await draft_statement(c, team_id, period)
+
+
+async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Invoice:
+    """Freeze the month: number, hash, immutable bytes. The same month again gives the same invoice.
+
+    Raises Invalid while the month is not over, Conflict while an earlier month with usage is not finalized.
+    """
+    await audit.lock(c)
+    existing = (await c.execute(select(*_INVOICE_COLUMNS).where(_live_invoice(team_id, period)))).one_or_none()
+    if existing is not None:
+        return _invoice(existing)
+    statement = await draft_statement(c, team_id, period)
+    if by.at_ms < statement.period_end_ms:
+        raise Invalid(f"{period} is not over in {statement.timezone}: finalize it after the month has ended", "month")
+    await _require_earlier_finalized(c, team_id, period)
+    number = await _next_number(c, by.at_ms, statement.timezone)
+    statement = msgspec.structs.replace(statement, state="finalized", number=number, issued_ms=by.at_ms)
+    document = msgspec.json.encode(statement)
+    invoice = Invoice(
+        id=new_id("inv", by.at_ms),
+        team_id=team_id,
+        period=period,
+        kind="invoice",
+        state="finalized",
+        number=number,
+        currency=statement.currency,
+        billed_pico=statement.billed_pico,
+        carry_in_pico=statement.carry_in_pico,
+        carry_out_pico=statement.carry_out_pico,
+        exact_usd_pico=statement.exact_usd_pico,
+        exact_cny_pico=statement.exact_cny_pico,
+        document_hash=hashlib.sha256(document).hexdigest(),
+        merkle_root=statement.merkle_root,
+        refers_to=None,
+        created_ms=by.at_ms,
+        finalized_ms=by.at_ms,
+    )
+    values = msgspec.structs.asdict(invoice)
+    await c.execute(insert(invoices).values(**values, exact_pico=statement.exact_pico, document=document))
+    await audit.record(c, by, "invoice.finalize", "invoice", invoice.id, team_id=team_id, after=invoice)
+    return invoice
+
+
+async def mark(c: AsyncConnection, invoice_id: str, state: str, by: By) -> Invoice:
+    """finalized → paid | void. Raises Conflict for any other step; the same step again changes nothing."""
+    await audit.lock(c)
+    before = await get(c, invoice_id)
+    if before.state == state:
+        return before
+    if before.state != "finalized" or state not in ("paid", "void"):
+        raise Conflict(f"invoice {before.number} is {before.state}: only a finalized invoice becomes paid or void")
+    await c.execute(update(invoices).where(invoices.c.id == invoice_id).values(state=state, settled_ms=by.at_ms))
+    after = msgspec.structs.replace(before, state=state)
+    await audit.record(
+        c, by, f"invoice.{state}", "invoice", invoice_id, team_id=before.team_id, before=before, after=after
+    )
+    return after
+
+
+async def get(c: AsyncConnection, invoice_id: str) -> Invoice:
+    row = (await c.execute(select(*_INVOICE_COLUMNS).where(invoices.c.id == invoice_id))).one_or_none()
+    if row is None:
+        raise NotFound(f"no invoice {invoice_id}")
+    return _invoice(row)
+
+
+async def statement_of_invoice(c: AsyncConnection, invoice_id: str) -> Statement:
+    """The statement exactly as it was finalized, checked against its hash."""
+    query = select(invoices.c.document, invoices.c.document_hash).where(invoices.c.id == invoice_id)
+    row = (await c.execute(query)).one_or_none()
+    if row is None:
+        raise NotFound(f"no invoice {invoice_id}")
+    if hashlib.sha256(row.document).hexdigest() != row.document_hash:
+        raise Conflict(f"invoice {invoice_id} was altered after it was finalized: its hash does not match")
+    return msgspec.json.decode(row.document, type=Statement)
+
+
+async def list_invoices(
+    c: AsyncConnection, *, team_id: str | None = None, limit: int = 100, cursor: str | None = None
+) -> Page[Invoice]:
+    query = select(*_INVOICE_COLUMNS)
+    if team_id is not None:
+        query = query.where(invoices.c.team_id == team_id)
+    return await page(c, query, (invoices.c.id,), _invoice, limit=limit, cursor=cursor)
+
+
+async def _require_earlier_finalized(c: AsyncConnection, team_id: str, period: str) -> None:
+    finalized = select(literal(1)).where(
+        invoices.c.team_id == team_id, invoices.c.kind == "invoice", invoices.c.period == rollups.c.period
+    )
+    query = (
+        select(func.min(rollups.c.period))
+        .where(rollups.c.team_id == team_id, rollups.c.period < period)
+        .where(~finalized.exists())
+    )
+    earliest = (await c.execute(query)).scalar_one_or_none()
+    if earliest is not None:
+        raise Conflict(f"finalize {earliest} first: the months of a team are finalized in order")
+
+
+async def _next_number(c: AsyncConnection, at_ms: int, timezone: str) -> str:
+    """Gapless: the counter row is raised in the transaction that stores the invoice."""
+    year = datetime.fromtimestamp(at_ms / 1000, zone(timezone)).year
+    name = f"invoice:{year}"
+    raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + 1)
+    value = (await c.execute(raised.returning(counters.c.value))).scalar_one_or_none()
+    if value is None:
+        value = 1
+        await c.execute(insert(counters).values(name=name, value=value))
+    return f"TG-{year}-{value:06d}"
+
+
+def _live_invoice(team_id: str, period: str) -> Any:
+    return and_(
+        invoices.c.team_id == team_id,
+        invoices.c.period == period,
+        invoices.c.kind == "invoice",
+        or_(invoices.c.state == "finalized", invoices.c.state == "paid"),
+    )
+
+
+def _invoice(row: Row[Any]) -> Invoice:
+    return Invoice(**row._mapping)
