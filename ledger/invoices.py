@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, and_, func, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Row, and_, func, insert, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
@@ -51,7 +51,7 @@ _INVOICE_COLUMNS = [invoices.c[name] for name in Invoice.__struct_fields__]
 
 async def statement_of(c: AsyncConnection, team_id: str, period: str) -> Statement:
     """The finalized statement of the month if there is one, else the draft."""
-    query = select(invoices.c.document).where(_live_invoice(team_id, period))
+    query = select(invoices.c.document).where(live_invoice(team_id, period))
     document = (await c.execute(query)).scalar_one_or_none()
     if document is not None:
         return msgspec.json.decode(document, type=Statement)
@@ -64,7 +64,7 @@ async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Inv
     Raises Invalid while the month is not over, Conflict while an earlier month with usage is not finalized.
     """
     await audit.lock(c)
-    existing = (await c.execute(select(*_INVOICE_COLUMNS).where(_live_invoice(team_id, period)))).one_or_none()
+    existing = (await c.execute(select(*_INVOICE_COLUMNS).where(live_invoice(team_id, period)))).one_or_none()
     if existing is not None:
         return _invoice(existing)
     statement = await draft_statement(c, team_id, period)
@@ -168,7 +168,8 @@ async def _next_number(c: AsyncConnection, at_ms: int, timezone: str) -> str:
     return f"TG-{year}-{value:06d}"
 
 
-def _live_invoice(team_id: str, period: str) -> Any:
+def live_invoice(team_id: str, period: str) -> ColumnElement[bool]:
+    """The condition for the month's finalized or paid invoice; there is at most one."""
     return and_(
         invoices.c.team_id == team_id,
         invoices.c.period == period,

@@ -7,7 +7,7 @@ right), and a tree of n leaves splits at the largest power of two below n. The e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -52,19 +52,11 @@ class InclusionProof:
     path: tuple[bytes, ...]
 
 
-def prove_inclusion(records: Iterable[bytes], wanted: bytes) -> tuple[InclusionProof, bytes] | None:
-    """The proof for the record equal to `wanted`, and the root; None when it is not among them."""
-    hashes: list[bytes] = []
-    index: int | None = None
-    for position, record in enumerate(records):
-        if record == wanted:
-            index = position
-        hashes.append(leaf_hash(record))
-    if index is None:
-        return None
+def prove_inclusion_of(leaf_hashes: Sequence[bytes], index: int) -> tuple[InclusionProof, bytes]:
+    """The proof for the leaf at `index`, and the root, from the hashes of all leaves."""
     path: list[bytes] = []
-    root = _walk(hashes, 0, len(hashes), index, path)
-    return InclusionProof(index, len(hashes), tuple(path)), root
+    root = _walk(leaf_hashes, 0, len(leaf_hashes), index, path)
+    return InclusionProof(index, len(leaf_hashes), tuple(path)), root
 
 
 def verify_inclusion(record: bytes, proof: InclusionProof, root: bytes) -> bool:
@@ -85,7 +77,7 @@ def verify_inclusion(record: bytes, proof: InclusionProof, root: bytes) -> bool:
     return last == 0 and hash_ == root
 
 
-def _walk(hashes: list[bytes], start: int, end: int, index: int, path: list[bytes]) -> bytes:
+def _walk(hashes: Sequence[bytes], start: int, end: int, index: int, path: list[bytes]) -> bytes:
     """The root of hashes[start:end]; appends the siblings on the way to `index`, leaf upwards, when it lies inside."""
     if end - start == 1:
         return hashes[start]
