@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from ledger.money import Currency
+
 Status = Literal["completed", "cancelled", "failed", "crashed"]
 """completed: it ended by itself · cancelled: the client hung up · failed: upstream broke off · crashed: we did."""
 
@@ -97,6 +99,8 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     recovered_epoch: int | None = None
     """Set when a later epoch settles what a crashed one left: its leases pay."""
     idempotency_key: str | None = None
+    billing_currency: Currency = "USD"
+    """Of the team at that time: what `loss_pico` and the funding charges are in."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
@@ -118,6 +122,8 @@ class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
     reason: str
     recovered_epoch: int | None = None
     idempotency_key: str | None = None
+    team_id: str | None = None
+    key_id: str | None = None
 
 
 class EpochClosed(msgspec.Struct, frozen=True, array_like=True, tag="epoch_closed"):
