@@ -65,13 +65,14 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     host: str = "127.0.0.1"
-    port: Port = 8001
+    port: Port | None = None
+    """None: 8001, or any free port when that is taken."""
     url: str | None = None
 
     @property
     def base_url(self) -> str:
         """With `/v1`, as an upstream's."""
-        return (self.url or f"http://{self.host}:{self.port}/v1").rstrip("/")
+        return (self.url or f"http://{self.host}:{self.port or 8001}/v1").rstrip("/")
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,8 +238,10 @@ def _absolute(settings: Settings, base: Path, source: str) -> Settings:
     if database.startswith("sqlite:///"):
         database = "sqlite:///" + at(database.removeprefix("sqlite:///"))
     backend = settings.backend
-    if backend is not None and backend.target.startswith((".", "~")):
-        backend = msgspec.structs.replace(backend, target=at(backend.target))
+    if backend is not None:
+        drafts = {name: at(model) if model[:1] in (".", "~") else model for name, model in backend.drafts.items()}
+        target = at(backend.target) if backend.target[:1] in (".", "~") else backend.target
+        backend = msgspec.structs.replace(backend, target=target, drafts=drafts)
     upstreams = {
         name: msgspec.structs.replace(upstream, tokenizer=at(upstream.tokenizer)) if upstream.tokenizer else upstream
         for name, upstream in settings.upstreams.items()

@@ -1,0 +1,86 @@
+"""`tallygate`: every command, and how each ends.
+
+Exit code 0: done · 1: the answer is no · 2: wrongly asked or set up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from proxy.commands import configuration, roles, serve
+
+EXAMPLE = "Example: tallygate "
+
+
+def build_cli() -> typer.Typer:
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="An OpenAI-compatible gateway with speculative decoding and a bill that is provably right.",
+    )
+    app.command("serve", epilog=EXAMPLE + "serve --config tallygate.yaml --port 8000")(serve.serve)
+    app.command("gateway", epilog=EXAMPLE + "gateway --slot 0 --port 8000", rich_help_panel="Roles")(roles.gateway)
+    app.command("poster", epilog=EXAMPLE + "poster --data-dir /srv/tallygate", rich_help_panel="Roles")(roles.poster)
+    app.command("backend", epilog=EXAMPLE + "backend --port 8001", rich_help_panel="Roles")(roles.backend)
+    app.command("migrate", epilog=EXAMPLE + "migrate --config tallygate.yaml", rich_help_panel="Roles")(roles.migrate)
+    app.add_typer(configuration.app, name="config")
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point. An error is one line on standard error; TALLYGATE_TRACEBACK=1 shows where it came from."""
+    try:
+        code = build_cli()(args=arguments, standalone_mode=False, prog_name="tallygate")
+    except Exception as error:
+        if os.environ.get("TALLYGATE_TRACEBACK"):
+            traceback.print_exc()
+        code = _explain(error)
+    sys.stdout.flush()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    """Write one line for `error` (one for each problem of a configuration); the exit code."""
+    if isinstance(error, typer.BadParameter) or hasattr(error, "format_message"):
+        _write(f"{error.format_message()} (see --help)")
+        return 2
+    from ledger.errors import Invalid, LedgerError, LedgerUnavailable
+    from proxy.commands.options import Fail
+    from proxy.preflight import StartRefused
+    from proxy.settings import SettingsError
+
+    if isinstance(error, SettingsError):
+        sys.stderr.write("\n".join(error.lines) + "\n")  # "file:line: …", as editors read it
+        return 2
+    if isinstance(error, Fail):
+        _write(str(error))
+        return error.code
+    if isinstance(error, StartRefused | Invalid | LedgerUnavailable):
+        _write(str(error))
+        return 2
+    if isinstance(error, LedgerError):
+        _write(str(error))
+        return 1
+    if isinstance(error, typer.Abort):
+        _write("stopped")
+        return 1
+    if isinstance(error, BrokenPipeError):
+        return 1
+    text = " ".join(str(error).split())
+    _write(f"{type(error).__name__}: {text}; set TALLYGATE_TRACEBACK=1 to see where")
+    return 1
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"tallygate: {line}\n")
+
+
+if __name__ == "__main__":
+    main()

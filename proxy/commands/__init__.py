@@ -1,0 +1,1 @@
+"""`tallygate …`: one module a subject. What a command needs it imports when it runs."""

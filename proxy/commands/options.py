@@ -1,0 +1,131 @@
+"""Options that every command takes, and what they open: settings, the database, and a way to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from ledger.audit import By
+    from ledger.database import Database
+    from proxy.settings import Settings
+
+T = TypeVar("T")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="TALLYGATE_CONFIG", help="Configuration file (YAML). Default: the bundled model."
+    ),
+]
+DataDirOption = Annotated[
+    Path,
+    typer.Option("--data-dir", envvar="TALLYGATE_DATA_DIR", help="Base of relative paths; data lies in its `data/`."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for machines.")]
+HERE = Path(".")
+
+
+def settings_of(config: Path | None, data_dir: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
+    from proxy.settings import load_settings
+
+    return load_settings(config, data_dir, overrides)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+@asynccontextmanager
+async def ledger_of(settings: Settings) -> AsyncIterator[Database]:
+    """The migrated database of `settings`. Made on first use, so that `team create` works before the first `serve`."""
+    from ledger.database import Database
+    from ledger.migrations import NotMigrated, migrate_database, require_current
+    from proxy.preflight import check_directories
+
+    check_directories(settings)
+    db = await Database.open(settings.storage.database)
+    try:
+        try:
+            await require_current(db)
+        except NotMigrated:
+            await migrate_database(db)
+        yield db
+    finally:
+        await db.close()
+
+
+def by_operator(reason: str | None = None) -> By:
+    """The person at this shell, for the audit chain."""
+    from ledger.audit import By
+
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = "unknown"
+    return By(f"cli:{user}", now_ms(), reason)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Fail(Exception):
+    """Ends the command: one line on standard error, and an exit code (1: the answer is no; 2: wrongly asked)."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False, indent=2)
+    sys.stdout.write(text + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> None:
+    """A table on a terminal; tab-separated lines, with the same columns, in a pipe."""
+    shown = [["" if value is None else str(value) for value in row] for row in rows]
+    if not sys.stdout.isatty():
+        for row in shown:
+            sys.stdout.write("\t".join(row) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    if not shown:
+        Console().print(empty, highlight=False)
+        return
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for row in shown:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def say(text: str) -> None:
+    """One line of running commentary, on standard error."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+@asynccontextmanager
+async def progress(label: str) -> AsyncIterator[Callable[[str], None]]:
+    """A spinner on standard error while something long runs; silent when that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label) as status:
+        yield lambda text: status.update(f"{label}: {text}")

@@ -1,0 +1,100 @@
+"""`tallygate serve`: check, migrate, start everything, show one screen, and stop cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.commands.options import HERE, ConfigOption, DataDirOption, say, settings_of
+
+if TYPE_CHECKING:
+    from proxy.seeding import FirstRun
+    from proxy.settings import Settings
+    from proxy.supervisor import Plan
+
+
+def serve(
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Gateway processes; more than one needs redis counters.")] = None,
+) -> None:
+    """Start and supervise everything a machine needs: gateway workers, the poster and the local backend."""
+    overrides = {"server.host": host, "server.port": port, "server.workers": workers}
+    settings = settings_of(config, data_dir, overrides)
+    arguments = ["--data-dir", str(data_dir.absolute())]
+    if config is not None:
+        arguments += ["--config", str(config.absolute())]
+    for name, value in (("--host", host), ("--port", port), ("--workers", workers)):
+        arguments += [] if value is None else [name, str(value)]
+    raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments))))
+
+
+async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
+    from proxy import preflight
+
+    began = time.monotonic()
+    preflight.check_directories(settings)
+    with preflight.claim_data_directory(settings):
+        preflight.check_backend_installed(settings)
+        listener = preflight.listen(settings.server.host, settings.server.port)
+        with listener:
+            backend = settings.backend
+            port = preflight.backend_port(backend) if backend is not None and backend.url is None else None
+            from proxy.seeding import prepare
+            from proxy.supervisor import Plan
+
+            first_run = await prepare(settings)
+            return await _supervise(Plan(settings, arguments, listener, port), first_run, began)
+
+
+async def _supervise(plan: Plan, first_run: FirstRun, began: float) -> int:
+    from proxy.start_screen import start_screen
+    from proxy.supervisor import Supervisor
+
+    supervisor = Supervisor(plan, say)
+    supervisor.listen_for_signals()
+    with _Progress() as progress:
+        if not await supervisor.start(progress):
+            return 0
+    supervisor.watch()
+    sys.stdout.write(await start_screen(plan, first_run, time.monotonic() - began))
+    sys.stdout.flush()
+    await supervisor.stop_requested.wait()
+    say("stopping: finishing what runs, at most 10 s (again to stop at once)")
+    await supervisor.stop()
+    say("stopped")
+    return 0
+
+
+class _Progress:
+    """What is being waited for: a spinner on a terminal, a line for each change elsewhere."""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._last = ""
+        self._status = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("starting")
+            self._status.__enter__()
+        return self._show
+
+    def _show(self, text: str) -> None:
+        if text == self._last:
+            return
+        self._last = text
+        if self._status is None:
+            say(text)
+        else:
+            self._status.update(text)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._status is not None:
+            self._status.__exit__(None, None, None)
