@@ -1,0 +1,68 @@
+"""The fake provider as a process of its own, and its log as an oracle."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.services import Served, free_port, wait_until
+
+
+class FakeUpstream(Served):
+    """`base_url` is what a configuration names; `entries()` is what really was produced."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="tallygate-upstream-")
+        self._log = Path(self._folder.name) / "log.jsonl"
+        self._read_from = 0
+        command = [sys.executable, "-m", "tests.upstream", "--port", str(self.port), "--log", self._log]
+        super().__init__(command, ready=f"http://127.0.0.1:{self.port}/health")
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def standing_fault(self, fault: str | dict[str, Any] | None, times: int = -1) -> None:
+        """Let the next `times` requests (-1: all) that name no fault meet this one; None ends it."""
+        body = json.dumps({"fault": fault, "times": times}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/control", body, method="POST")
+        with urllib.request.urlopen(request, timeout=5):
+            pass
+
+    def reset(self) -> None:
+        """Forget the log so far and any standing fault."""
+        self.standing_fault(None)
+        self._read_from = self._log.stat().st_size if self._log.exists() else 0
+
+    def entries(self) -> list[dict[str, Any]]:
+        """One entry per finished request since `reset`, oldest first (see `server.Exchange.entry`)."""
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as log:
+            log.seek(self._read_from)
+            return [json.loads(line) for line in log.read().splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def entry(self, request_id: str, timeout_s: float = 5) -> dict[str, Any]:
+        """The newest entry whose `x-request-id` was this; waits for it. Raises TimeoutError."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            found[:] = [entry for entry in self.entries() if entry["id"] == request_id]
+            return bool(found)
+
+        wait_until(look, timeout_s, f"the provider's entry for {request_id}")
+        return found[-1]
+
+    def wait_for_entries(self, count: int, timeout_s: float = 5) -> list[dict[str, Any]]:
+        """All entries once there are at least so many. Raises TimeoutError."""
+        wait_until(lambda: len(self.entries()) >= count, timeout_s, f"{count} entries of the provider")
+        return self.entries()
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
