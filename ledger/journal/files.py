@@ -1,0 +1,56 @@
+"""The operating-system calls of the journal, in one object, so that tests can make each of them fail or be the last."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class Files:
+    """Plain system calls; every method raises OSError as the system does. Subclass it to inject faults."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        """May write less than all, as the system may: `write_all` goes on."""
+        return os.pwrite(fd, data, offset)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Reserves the blocks of [0, size): a later write there cannot run out of space."""
+        os.posix_fallocate(fd, 0, size)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync_data(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """What an ordinary user may still write on the file system of `path`."""
+        stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+    def write_all(self, fd: int, data: bytes, offset: int) -> None:
+        written = self.pwrite(fd, data, offset)
+        while written < len(data):
+            more = self.pwrite(fd, data[written:], offset + written)
+            if more == 0:
+                raise OSError(28, "the file takes no more bytes")
+            written += more

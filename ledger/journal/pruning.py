@@ -1,0 +1,33 @@
+"""Removing what is posted and old. A database restored from a backup needs the journal since that backup."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ledger.journal.position import read_mark
+from ledger.journal.segments import read_header, segment_name, segment_numbers
+from ledger.journal.slots import list_epochs
+
+
+def prune(epoch_dir: Path, *, posted_seq: int, before_ms: int) -> int:
+    """Removes the segments of an epoch that ended before `before_ms` and hold nothing after `posted_seq`, oldest first.
+    A closed epoch of which all is posted and old goes altogether, unless it is the newest of its slot. Returns how many
+    segments went. Raises JournalDamaged.
+    """
+    mark = read_mark(epoch_dir)
+    if mark is None:
+        return 0
+    numbers = segment_numbers(epoch_dir)
+    newest = list_epochs(epoch_dir.parent)[-1].path == epoch_dir
+    if mark.closed and mark.at_ms < before_ms and mark.seq <= posted_seq and not newest:
+        shutil.rmtree(epoch_dir)
+        return len(numbers)
+    removed = 0
+    for number in numbers[:-1]:
+        following = read_header(epoch_dir, number + 1)
+        if number >= mark.place.segment or following.first_seq - 1 > posted_seq or following.created_ms >= before_ms:
+            break
+        (epoch_dir / segment_name(number)).unlink()
+        removed += 1
+    return removed

@@ -1,0 +1,93 @@
+"""Segment files: `000001.seg` … in an epoch's directory, created whole or not at all, filled front to back."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from ledger.errors import JournalDamaged
+from ledger.journal.files import Files
+from ledger.journal.format import DATA_START, HEADER_BYTES, Header, decode_header, encode_header
+
+SEGMENT_BYTES = 64 << 20
+_NAME = re.compile(r"(\d{6,})\.seg")
+SPARE_NAME = "spare"
+"""A pre-allocated file that becomes the next segment by renaming."""
+
+
+def segment_name(number: int) -> str:
+    return f"{number:06d}.seg"
+
+
+def segment_numbers(epoch_dir: Path) -> list[int]:
+    """Ascending. Raises FileNotFoundError."""
+    return sorted(int(match[1]) for name in os.listdir(epoch_dir) if (match := _NAME.fullmatch(name)))
+
+
+class Segment:
+    """An open segment of the writer: where the next frame goes, and how much room is left."""
+
+    def __init__(self, number: int, path: Path, fd: int, offset: int, size: int) -> None:
+        self.number = number
+        self.path = path
+        self.fd = fd
+        self.offset = offset
+        self.size = size
+
+    @property
+    def room(self) -> int:
+        return self.size - self.offset
+
+
+def prepare_spare(files: Files, epoch_dir: Path, size: int) -> None:
+    """Reserves the disk space of the segment after the current one. Raises OSError, typically for want of space."""
+    fd = files.open(epoch_dir / SPARE_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        files.allocate(fd, size)
+        files.sync_data(fd)
+    finally:
+        files.close(fd)
+
+
+def create_segment(files: Files, epoch_dir: Path, header: Header, size: int, data: bytes = b"") -> Segment:
+    """A durable segment that holds `data`. It gets its name last: a segment that is there is complete. OSError."""
+    spare = epoch_dir / SPARE_NAME
+    size = max(size, DATA_START + len(data))
+    fd = files.open(spare, os.O_RDWR | os.O_CREAT)
+    try:
+        files.allocate(fd, size)
+        files.write_all(fd, encode_header(header), 0)
+        if data:
+            files.write_all(fd, data, DATA_START)
+        files.sync_data(fd)
+        path = epoch_dir / segment_name(header.segment)
+        files.rename(spare, path)
+        files.sync_directory(epoch_dir)
+    except OSError:
+        files.close(fd)
+        remove_spare(files, epoch_dir)  # a later try must not find half of this one's frames
+        raise
+    return Segment(header.segment, path, fd, DATA_START + len(data), size)
+
+
+def remove_spare(files: Files, epoch_dir: Path) -> None:
+    with suppress(OSError):
+        files.unlink(epoch_dir / SPARE_NAME)
+
+
+def read_header(epoch_dir: Path, number: int) -> Header:
+    """Raises JournalDamaged when the segment is missing or its header does not read."""
+    path = epoch_dir / segment_name(number)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise JournalDamaged(f"{path} is missing: restore it from where it went") from None
+    try:
+        header = decode_header(os.pread(fd, HEADER_BYTES, 0))
+    finally:
+        os.close(fd)
+    if header is None or header.segment != number:
+        raise JournalDamaged(f"{path}: the segment header does not read")
+    return header
