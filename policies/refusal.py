@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+NO_HEADERS: Mapping[str, str] = {}
+
 
 class Refusal(Exception):
-    """A request that may not pass. `status`, `type` and `code` are those of the wire table; `message` says what to do next.
+    """A request that may not pass. `status`, `type` and `code` are those of the wire table; `message` says what to do.
 
     retry_after_ms: exact wait until the same request would pass, None when waiting does not help.
     should_retry: becomes `x-should-retry`; None sends no header.
+    headers: further response headers, such as `x-ratelimit-*` with the caller's own numbers.
     """
 
     def __init__(
@@ -20,6 +25,7 @@ class Refusal(Exception):
         param: str | None = None,
         retry_after_ms: int | None = None,
         should_retry: bool | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -29,3 +35,4 @@ class Refusal(Exception):
         self.param = param
         self.retry_after_ms = retry_after_ms
         self.should_retry = should_retry
+        self.headers = headers
