@@ -1,0 +1,63 @@
+"""Answers in one piece: read their usage, put ours in its place, keep everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from proxy.openai.requests import BYTES_PER_ESTIMATED_TOKEN, Fields
+from proxy.openai.usage import AbsurdUsage, Counts, read_usage
+
+_NULL = frozenset({b"", b"null"})
+_cut = msgspec.json.Decoder(Fields)
+
+
+class NoAnswer(ValueError):
+    """A body that is no answer, whatever its status said."""
+
+
+class PlainAnswer:
+    """The body of a successful answer. Raises NoAnswer when it is an error, or no JSON object with results."""
+
+    def __init__(self, body: bytes, results: str) -> None:
+        try:
+            self._fields = _cut.decode(body)
+        except (msgspec.MsgspecError, RecursionError):
+            raise NoAnswer("it is not a JSON object") from None
+        if bytes(self._fields.get("error", b"")) not in _NULL:
+            raise NoAnswer("it is an error object")
+        if bytes(self._fields.get(results, b"")).strip() in (b"", b"null", b"[]"):
+            raise NoAnswer(f"it has no `{results}`")
+        self._results = results
+        self.usage: Counts | None = None
+        self.absurd: bytes | None = None
+        usage = bytes(self._fields.get("usage", b""))
+        if usage not in _NULL:
+            try:
+                self.usage = read_usage(usage)
+            except AbsurdUsage:
+                self.absurd = usage
+
+    def estimated_tokens(self) -> int:
+        """A guess at what was generated, for upstreams that do not say: a token per four bytes of text."""
+        return -(-_text_bytes(msgspec.json.decode(self._fields[self._results])) // BYTES_PER_ESTIMATED_TOKEN)
+
+    def body(self, usage: bytes) -> bytes:
+        """The answer with this usage object."""
+        self._fields["usage"] = Raw(usage)
+        return msgspec.json.encode(self._fields)
+
+
+def _text_bytes(value: Any) -> int:
+    match value:
+        case str():
+            return len(value.encode(errors="replace"))
+        case list():
+            return sum(map(_text_bytes, value))
+        case dict():
+            told = ("message", "text", "content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function")
+            return sum(_text_bytes(value.get(name)) for name in (*told, "name", "arguments"))
+        case _:
+            return 0

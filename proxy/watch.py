@@ -1,0 +1,100 @@
+"""Patience: ends a wait when the client has hung up or the time for it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Literal, TypeVar
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Reason = Literal["client_gone", "first_byte", "idle", "total", "quiet"]
+T = TypeVar("T")
+
+_GLANCE_S = 0.02
+"""How long a request runs before we look whether its client is still there: quick answers need no second task."""
+
+
+class Interrupted(Exception):
+    """The wait was ended. `reason`: client_gone, or which time was over."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Watch:
+    """Watches over one request. Only what runs inside `wait` can be interrupted: settling never is.
+
+    receive: the ASGI channel, after the request body was read from it; its next message is the client's leaving.
+    One lazy timer serves all deadlines; moving one later costs an assignment.
+    """
+
+    def __init__(self, receive: Receive, total_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        self._receive = receive
+        self._listener: asyncio.Task[None] | None = None
+        self._started = self._loop.time()
+        self._total_at = self._started + total_s
+        self._deadline = self._total_at
+        self._reason: Reason = "total"
+        self._waiting = False
+        self._fired: Reason | None = None
+        self._closed = False
+        self._timer = self._loop.call_later(_GLANCE_S, self._tick)
+        self.client_gone = False
+
+    async def wait(self, awaitable: Awaitable[T], reason: Reason, seconds: float) -> T:
+        """The result of `awaitable`. Raises Interrupted when the client leaves, after `seconds`, or after the total."""
+        if self.client_gone:
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise Interrupted("client_gone")
+        deadline = self._loop.time() + seconds
+        self._deadline, self._reason = (deadline, reason) if deadline < self._total_at else (self._total_at, "total")
+        if self._deadline < self._timer.when() and self._listener is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._deadline, self._tick)
+        self._waiting = True
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if self._fired is None:
+                raise
+            fired, self._fired = self._fired, None
+            self._task.uncancel()
+            raise Interrupted(fired) from None
+        finally:
+            self._waiting = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._timer.cancel()
+        if self._listener is not None:
+            self._listener.cancel()
+
+    def elapsed_ms(self) -> int:
+        return int((self._loop.time() - self._started) * 1000)
+
+    def _tick(self) -> None:
+        if self._closed:
+            return
+        if self._listener is None:
+            self._listener = self._loop.create_task(self._listen())
+        if self._waiting and self._loop.time() >= self._deadline:
+            self._fire(self._reason)
+        later = self._deadline if self._waiting else self._loop.time() + 1.0
+        self._timer = self._loop.call_at(max(later, self._loop.time() + 0.001), self._tick)
+
+    def _fire(self, reason: Reason) -> None:
+        if self._waiting and self._fired is None:
+            self._fired = reason
+            self._task.cancel()
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.client_gone = True
+        self._fire("client_gone")
