@@ -8,6 +8,7 @@ known to be durable moves to a new one, and if that fails too the journal stops.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -218,7 +219,7 @@ class Committer:
             self._unsynced.append(_Group(Place(new.number, DATA_START, before.seq, before.chain), data))
             self._now_durable(place)
 
-        self._start(work, done)
+        self._start(work, done, last_resort=True)
 
     def _prepare(self) -> None:
         self._spare_due = False
@@ -239,8 +240,8 @@ class Committer:
 
         self._start(work, done)
 
-    def _start(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Runs `work` in the thread and `done` with its result here; an error breaks the segment, a second one all."""
+    def _start(self, work: Callable[[], T], done: Callable[[T], None], *, last_resort: bool = False) -> None:
+        """Runs `work` in the thread and `done` with its result here. An error breaks the segment, or all."""
 
         def ended(result: T | None, error: Exception | None) -> None:
             self._health.work_since = None
@@ -249,7 +250,7 @@ class Committer:
             self._working = False
             if error is None:
                 done(result)  # type: ignore[arg-type]  # the result of `work`, which may itself be None
-            elif self._broken:
+            elif last_resort:
                 self._fail(f"the journal in {self.path} cannot be written: {error}")
             else:
                 self._break(error)
@@ -258,7 +259,7 @@ class Committer:
 
         self._working = True
         loop = self._running_loop()
-        self._health.work_since = loop.time()
+        self._health.work_since = time.monotonic()
         self._worker.submit(loop, work, ended)
 
     def _publish(self, place: Place) -> None:

@@ -1,4 +1,4 @@
-"""Where journals live, `<journal root>/<slot>/epoch-<number>-<uuid>/`, and the lock that gives a slot to one process."""
+"""Where journals live, `<journal root>/<slot>/epoch-<number>-<uuid>/`, and the lock that gives one process a slot."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ class JournalWriter:
         """
         files = files or Files()
         lock = lock or SlotLock.acquire(slot_dir)
+        assert lock.slot_dir == slot_dir, f"a lock on {lock.slot_dir} does not cover {slot_dir}"
         try:
             opened = open_epoch(
                 files,
