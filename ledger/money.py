@@ -55,6 +55,12 @@ def format_price(pico_per_token: int) -> str:
     return format_amount(pico_per_token * TOKENS_PER_PRICE)
 
 
+def format_ratio(numerator: int, denominator: int) -> str:
+    """A rate as a decimal string, "7.3"; "22/7" when that has no short decimal form."""
+    pico, rest = divmod(numerator * PICO_PER_UNIT, denominator)
+    return f"{numerator}/{denominator}" if rest else format_amount(pico)
+
+
 @dataclass(frozen=True, slots=True)
 class FxRate:
     """How many units of `quote` one unit of `base` is worth, as an exact ratio: USD_CNY 7.3 = 73/10."""

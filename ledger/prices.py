@@ -16,7 +16,7 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import NotFound, PriceNotFound
-from ledger.money import Currency
+from ledger.money import Currency, format_ratio
 from ledger.paging import Page, page
 from ledger.schema import fx_rates, price_items, price_versions, teams
 
@@ -105,11 +105,7 @@ class PriceVersion(msgspec.Struct, frozen=True):
     @property
     def fx_text(self) -> str:
         """CNY per USD: "7.3", or "22/7" when that has no short decimal form."""
-        scaled, rest = divmod(self.fx_numerator * 10**12, self.fx_denominator)
-        if rest:
-            return f"{self.fx_numerator}/{self.fx_denominator}"
-        units, decimals = divmod(scaled, 10**12)
-        return f"{units}.{decimals:012d}".rstrip("0").rstrip(".")
+        return format_ratio(self.fx_numerator, self.fx_denominator)
 
 
 class PublishedFx(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from proxy.commands import configuration, roles, serve
+from proxy.commands import configuration, prices, roles, serve
 
 EXAMPLE = "Example: tallygate "
 
@@ -30,6 +30,8 @@ def build_cli() -> typer.Typer:
     app.command("poster", epilog=EXAMPLE + "poster --data-dir /srv/tallygate", rich_help_panel="Roles")(roles.poster)
     app.command("backend", epilog=EXAMPLE + "backend --port 8001", rich_help_panel="Roles")(roles.backend)
     app.command("migrate", epilog=EXAMPLE + "migrate --config tallygate.yaml", rich_help_panel="Roles")(roles.migrate)
+    app.add_typer(prices.price, name="price")
+    app.add_typer(prices.fx, name="fx")
     app.add_typer(configuration.app, name="config")
     return app
 

@@ -7,7 +7,7 @@ import getpass
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from ledger.audit import By
     from ledger.database import Database
+    from proxy.admin.endpoints import Call
     from proxy.settings import Settings
 
 T = TypeVar("T")
@@ -32,6 +33,8 @@ DataDirOption = Annotated[
     typer.Option("--data-dir", envvar="TALLYGATE_DATA_DIR", help="Base of relative paths; data lies in its `data/`."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for machines.")]
+LimitOption = Annotated[int, typer.Option(help="At most this many; 1 to 1000.")]
+CursorOption = Annotated[str | None, typer.Option(help="Go on where the last list stopped.")]
 HERE = Path(".")
 
 
@@ -62,6 +65,30 @@ async def ledger_of(settings: Settings) -> AsyncIterator[Database]:
         yield db
     finally:
         await db.close()
+
+
+def act(
+    settings: Settings,
+    endpoint: Callable[[Call], Awaitable[T]],
+    *,
+    body: Any = None,
+    query: Any = None,
+    reason: str | None = None,
+    writes: bool = False,
+    **path: str,
+) -> T:
+    """Do here what the admin API does: one of its endpoint functions, in one transaction, in the operator's name."""
+
+    async def work() -> T:
+        from proxy.admin.endpoints import Call, Installation
+        from proxy.secrets import key_secret
+
+        async with ledger_of(settings) as db:
+            installation = Installation(settings, key_secret(settings))
+            async with db.begin() if writes else db.read() as c:
+                return await endpoint(Call(installation, db, c, by_operator(reason), path, query, body))
+
+    return run(work())
 
 
 def by_operator(reason: str | None = None) -> By:
@@ -111,6 +138,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     for row in shown:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_more(cursor: str | None) -> None:
+    """Where the list goes on, on standard error."""
+    if cursor is not None:
+        say(f"more: --cursor {cursor}")
 
 
 def say(text: str) -> None:

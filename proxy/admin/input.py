@@ -1,0 +1,79 @@
+"""Query strings and bodies into typed values; what does not fit becomes a 400 that names the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, get_origin
+
+import msgspec
+
+from proxy.admin.endpoints import Endpoint, Strict
+from proxy.openai.errors import ApiError, invalid
+
+MAX_BODY_BYTES = 1024 * 1024
+
+_AT = re.compile(r" - at `([^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
+_MISSING = re.compile(r"^Object missing required field `([^`]*)`")
+
+
+def decode_query(endpoint: Endpoint, items: Iterable[tuple[str, str]]) -> Any:
+    """The query as the endpoint's struct. Raises ApiError 400."""
+    given: dict[str, str] = {}
+    for name, value in items:
+        if name in given:
+            raise invalid(f"{name} is given twice", name)
+        given[name] = value
+    kind = endpoint.query
+    if kind is None:
+        if given:
+            name = next(iter(given))
+            raise invalid(f"unknown query parameter {name}; this path takes none", name)
+        return None
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise describe(error, kind, "query parameter") from None
+
+
+def decode_body(endpoint: Endpoint, raw: bytes) -> Any:
+    """The JSON body as the endpoint's type. Raises ApiError 400."""
+    if endpoint.body is None:
+        if raw.strip() not in (b"", b"{}", b"null"):
+            raise invalid("this path takes no body")
+        return None
+    if not raw.strip():
+        if not endpoint.body_optional:
+            raise invalid("a JSON body is needed")
+        raw = b"{}"
+    try:
+        return msgspec.json.decode(raw, type=endpoint.body)
+    except msgspec.ValidationError as error:
+        raise describe(error, endpoint.body, "field") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+
+
+def describe(error: msgspec.ValidationError, kind: Any, noun: str) -> ApiError:
+    """msgspec's complaint in our words: which field, and for unknown ones which are allowed."""
+    text = str(error)
+    place = _AT.search(text)
+    path = "" if place is None else place[1].removeprefix("$").removeprefix(".")
+    reason = _AT.sub("", text)
+    for pattern, word in ((_UNKNOWN, "unknown"), (_MISSING, "missing")):
+        found = pattern.match(reason)
+        if found:
+            name = f"{path}.{found[1]}" if path else found[1]
+            allowed = _allowed(kind) if word == "unknown" and "." not in path else ""
+            return invalid(f"{word} {noun} `{name}`{allowed}", name)
+    reason = reason.replace("`", "")
+    return invalid(f"{path}: {reason}" if path else reason, path or None)
+
+
+def _allowed(kind: Any) -> str:
+    if get_origin(kind) is list:
+        kind = kind.__args__[0]
+    if not (isinstance(kind, type) and issubclass(kind, Strict)):
+        return ""
+    return "; allowed: " + ", ".join(item.encode_name for item in msgspec.structs.fields(kind))

@@ -1,0 +1,15 @@
+"""Every endpoint of the admin API, in the order of the document."""
+
+from __future__ import annotations
+
+from proxy.admin import audit, keys, prices, quotas, teams, tokens
+from proxy.admin.endpoints import Endpoint
+
+ENDPOINTS: list[Endpoint] = [
+    *teams.ENDPOINTS,
+    *keys.ENDPOINTS,
+    *quotas.ENDPOINTS,
+    *prices.ENDPOINTS,
+    *audit.ENDPOINTS,
+    *tokens.ENDPOINTS,
+]
