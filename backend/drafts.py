@@ -1,0 +1,221 @@
+"""Where draft tokens come from: a small model, the request's own text, or the text first and the model otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from backend.attention import Segment
+from backend.cache import common_prefix
+from backend.model import PackedModel
+from backend.sampling import Noise, draw
+from backend.sequence import Sequence as Running
+
+_CATCH_UP = 512  # tokens a draft model reads per round and request before it drafts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """Propose up to `length` ≥ 1 tokens after the tokens of `sequence`."""
+
+    sequence: Running
+    length: int
+
+
+class Draft(Protocol):
+    """Proposes tokens. What it proposes changes the speed of an answer and nothing else.
+
+    weights: what really drafts, for people. steps: whether each token costs a step of its own (a model does).
+    """
+
+    weights: str
+    steps: bool
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[list[int]]:
+        """One list per job, each at most as long as asked; empty where there is nothing to propose."""
+        ...
+
+    def can_draft(self, sequence: Running) -> bool:
+        """Whether a proposal now is worth asking for."""
+        ...
+
+    def step_seconds(self, rows: int) -> float:
+        """Time of one draft step for so many rows; 0 where it is not worth counting."""
+        ...
+
+
+class NgramDraft:
+    """Looks the last tokens up in the request's own prompt and answer, and proposes what followed them last time.
+
+    Longest match first (prompt lookup decoding). Needs no model and next to no time.
+    """
+
+    weights = "ngram"
+    steps = False
+
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._indices: dict[int, _NgramIndex] = {}
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[list[int]]:
+        return [self._index(job.sequence).follow(job.sequence.tokens, job.length) for job in jobs]
+
+    def can_draft(self, sequence: Running) -> bool:
+        return bool(self._index(sequence).follow(sequence.tokens, 1))
+
+    def step_seconds(self, rows: int) -> float:
+        return 0.0
+
+    def _index(self, sequence: Running) -> _NgramIndex:
+        assert sequence.slot is not None
+        index = self._indices.get(sequence.slot)
+        if index is None or index.owner is not sequence:
+            index = self._indices[sequence.slot] = _NgramIndex(sequence, self._sizes)
+        index.read(sequence.tokens)
+        return index
+
+
+class _NgramIndex:
+    """For each n-gram of one sequence, where the text went on after its last occurrence."""
+
+    def __init__(self, owner: Running, sizes: range) -> None:
+        self.owner = owner
+        self._sizes = sizes
+        self._next: dict[tuple[int, ...], int] = {}
+        self._read = 0
+
+    def read(self, tokens: list[int]) -> None:
+        """Index the n-grams that have a token after them."""
+        for end in range(self._read, len(tokens)):
+            for size in self._sizes:
+                if end >= size:
+                    self._next[tuple(tokens[end - size : end])] = end
+        self._read = len(tokens)
+
+    def follow(self, tokens: list[int], length: int) -> list[int]:
+        for size in self._sizes:
+            at = self._next.get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if at is not None:
+                return tokens[at : at + length]
+        return []
+
+
+class ModelDraft:
+    """A small model with the target's tokenizer drafts token by token, drawing with the request's own noise.
+
+    hot_tokens: int64 [columns], the token ids of a cut head; None where the head is whole. `width` is the vocabulary
+    that target and draft have in common.
+    """
+
+    steps = True
+
+    def __init__(
+        self,
+        model: PackedModel,
+        weights: str,
+        width: int,
+        hot_tokens: Tensor | None = None,
+        step_seconds: Callable[[int], float] | None = None,
+    ) -> None:
+        self.weights = weights
+        self.model = model
+        self._columns = width if hot_tokens is None else int(hot_tokens.shape[0])
+        self._noise = Noise(width, model.device, hot_tokens)
+        self._owners: list[Running | None] = [None] * model.cache.slots
+        self._checked = [0] * model.cache.slots
+        self._step_seconds = step_seconds or (lambda rows: 0.0)
+
+    def can_draft(self, sequence: Running) -> bool:
+        return len(sequence.tokens) + 1 < self.model.cache.capacity
+
+    def step_seconds(self, rows: int) -> float:
+        return self._step_seconds(rows)
+
+    def calibrate(self, step_seconds: Callable[[int], float]) -> None:
+        self._step_seconds = step_seconds
+
+    @torch.inference_mode()
+    def propose(self, jobs: Sequence[DraftJob]) -> list[list[int]]:
+        proposals: list[list[int]] = [[] for _ in jobs]
+        feeds = [self._catch_up(job) for job in jobs]
+        active = [i for i, job in enumerate(jobs) if job.length > 0]
+        while active:
+            drawn = self._step([(jobs[i].sequence, feeds[i], proposals[i]) for i in active])
+            still = []
+            for i, token in zip(active, drawn, strict=True):
+                if token is None:  # has not read its prompt yet; it drafts in a later round
+                    continue
+                proposals[i].append(token)
+                feeds[i] = [token]
+                room = len(jobs[i].sequence.tokens) + len(proposals[i]) < self.model.cache.capacity
+                if len(proposals[i]) < jobs[i].length and room:
+                    still.append(i)
+            active = still
+        return proposals
+
+    def _catch_up(self, job: DraftJob) -> list[int]:
+        """The tokens this model has to read first. After full acceptance these are two, otherwise one or many."""
+        sequence, cache = job.sequence, self.model.cache
+        slot = sequence.slot
+        assert slot is not None
+        if self._owners[slot] is not sequence:
+            self._owners[slot] = sequence
+            self._checked[slot] = cache.claim(slot, sequence.tokens)
+        start = self._checked[slot]
+        same = common_prefix(cache.tokens[slot][start:], sequence.tokens[start : len(sequence.tokens) - 1])
+        cache.truncate(slot, start + same)
+        self._checked[slot] = start + same
+        return sequence.tokens[start + same : start + same + _CATCH_UP]
+
+    def _step(self, rows: Sequence[tuple[Running, list[int], list[int]]]) -> list[int | None]:
+        """Feed each row its tokens and draw the next one; None for a row that is still behind its sequence."""
+        cache = self.model.cache
+        segments, tokens, last = [], [], []
+        for sequence, feed, _ in rows:
+            assert sequence.slot is not None
+            segments.append(Segment(sequence.slot, cache.length(sequence.slot), len(feed)))
+            tokens.extend(feed)
+            last.append(len(tokens) - 1)
+        hidden = self.model.forward(tokens, segments)
+        ready = []
+        for i, (sequence, feed, drafted) in enumerate(rows):
+            assert sequence.slot is not None
+            cache.extend(sequence.slot, feed)
+            if cache.length(sequence.slot) == len(sequence.tokens) + len(drafted):
+                ready.append(i)
+        drawn: list[int | None] = [None] * len(rows)
+        if ready:
+            logits = self.model.logits(hidden[[last[i] for i in ready]])[:, : self._columns]
+            choices = draw(logits, [rows[i][0].row(rows[i][2]) for i in ready], self._noise).tolist()
+            for i, token in zip(ready, choices, strict=True):
+                drawn[i] = token
+        return drawn
+
+
+class NgramThenModelDraft:
+    """What the text repeats is taken from the text; only where it has nothing, the model drafts."""
+
+    steps = True
+
+    def __init__(self, model: ModelDraft) -> None:
+        self._ngram = NgramDraft(longest=4, shortest=3)
+        self._model = model
+        self.weights = f"ngram, then {model.weights}"
+
+    def can_draft(self, sequence: Running) -> bool:
+        return self._ngram.can_draft(sequence) or self._model.can_draft(sequence)
+
+    def step_seconds(self, rows: int) -> float:
+        return self._model.step_seconds(rows)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[list[int]]:
+        proposals = self._ngram.propose(jobs)
+        rest = [i for i, found in enumerate(proposals) if not found]
+        if rest:
+            for i, found in zip(rest, self._model.propose([jobs[i] for i in rest]), strict=True):
+                proposals[i] = found
+        return proposals

@@ -1,0 +1,237 @@
+"""The step loop: schedule → draft → verify → emit.
+
+One round is one forward pass of the target over the packed tokens of all rows: chunks of prompts, rows that decode
+plainly, rows with drafted tokens to verify. What a request gets does not depend on who else is in the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from backend.adaptive import LengthPolicy, StepCosts
+from backend.attention import Segment
+from backend.drafts import Draft, DraftJob
+from backend.errors import BadRequest
+from backend.model import PackedModel
+from backend.sampling import Noise, Row, TokenLogprobs, draw, logprobs_of
+from backend.scheduler import Chunk, Round, Scheduler
+from backend.sequence import Request, Update
+from backend.sequence import Sequence as Running
+from backend.speculate import accept
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the engine has done since it started, for the metrics."""
+
+    rounds: int = 0
+    target_passes: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    draft_tokens: dict[str, int] = field(default_factory=dict)
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    tested_at: dict[tuple[str, int], int] = field(default_factory=dict)
+    accepted_at: dict[tuple[str, int], int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """The target's answer for one row: tokens drawn after its drafted tokens, and logprobs where asked for."""
+
+    sequence: Running
+    drafted: list[int]
+    drawn: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Engine:
+    """Generates for many requests at once. Not thread-safe: one thread adds, steps and cancels.
+
+    decode: token ids → text. drafts: what a request may name in `draft`.
+    """
+
+    def __init__(
+        self,
+        target: PackedModel,
+        decode: Callable[[list[int]], str],
+        drafts: Mapping[str, Draft] | None = None,
+        *,
+        policy: LengthPolicy | None = None,
+        queue_limit: int = 256,
+        chunk_tokens: int = 256,
+    ) -> None:
+        self.target = target
+        self.drafts = dict(drafts or {})
+        self.policy = policy or LengthPolicy(StepCosts())
+        self.scheduler = Scheduler(target.cache, queue_limit=queue_limit, chunk_tokens=chunk_tokens)
+        self.totals = Totals()
+        self._decode = decode
+        self._noise = Noise(target.vocabulary, target.device)
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def add(self, request: Request) -> Running:
+        """Queue a request. Raises BadRequest (it can never run) or QueueFull (it cannot wait now)."""
+        capacity = self.target.cache.capacity
+        if not request.prompt:
+            raise BadRequest("the prompt is empty", param="prompt")
+        if len(request.prompt) + 1 > capacity:
+            raise BadRequest(
+                f"the prompt has {len(request.prompt)} tokens; this model's context holds {capacity}, answer included",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        if request.draft is not None and request.draft not in self.drafts:
+            raise BadRequest(f"no draft is called {request.draft}", param="X-Draft-Model")
+        room = capacity - len(request.prompt)
+        sequence = Running(replace(request, max_tokens=min(request.max_tokens, room)), self._decode)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Running) -> Update | None:
+        """End a request now; what it had generated is in the update. None when it was over already."""
+        if sequence.finish_reason is not None:
+            return None
+        self.scheduler.remove(sequence)
+        sequence.finish("cancelled")
+        return sequence.take_update()
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """One round. Returns what it added to each request; empty when there was nothing to do."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        proposals = self._draft(plan.decoding)
+        drafted = time.perf_counter()
+        verified = self._verify(plan, proposals)
+        updates = self._emit(plan, verified)
+        self._count(started, drafted, time.perf_counter())
+        return updates
+
+    def _draft(self, decoding: Sequence[Running]) -> list[list[int]]:
+        """Drafted tokens for each decoding row; rows with the same draft are drafted together."""
+        lengths = self.policy.lengths(decoding, self.drafts, self.target.cache.capacity)
+        proposals: list[list[int]] = [[] for _ in decoding]
+        for name, draft in self.drafts.items():
+            rows = [i for i, row in enumerate(decoding) if lengths[i] > 0 and row.request.draft == name]
+            if rows:
+                found = draft.propose([DraftJob(decoding[i], lengths[i]) for i in rows])
+                for i, tokens in zip(rows, found, strict=True):
+                    proposals[i] = tokens[: lengths[i]]
+        return proposals
+
+    def _verify(self, plan: Round, proposals: list[list[int]]) -> list[_Verified]:
+        """One pass of the target over everything, then one draw per position that needs a token."""
+        tokens: list[int] = []
+        segments: list[Segment] = []
+        wanted: list[int] = []  # packed indices whose logits are needed
+        rows: list[Row] = []
+        for sequence, drafted in zip(plan.decoding, proposals, strict=True):
+            assert sequence.slot is not None
+            segments.append(Segment(sequence.slot, sequence.computed, 1 + len(drafted)))
+            wanted.extend(range(len(tokens), len(tokens) + 1 + len(drafted)))
+            rows.extend(sequence.row(drafted[:j]) for j in range(len(drafted) + 1))
+            tokens.append(sequence.tokens[-1])
+            tokens.extend(drafted)
+        for chunk in plan.chunks:
+            assert chunk.sequence.slot is not None
+            segments.append(Segment(chunk.sequence.slot, chunk.start, chunk.count))
+            tokens.extend(chunk.sequence.tokens[chunk.start : chunk.start + chunk.count])
+            if chunk.last:
+                wanted.append(len(tokens) - 1)
+                rows.append(chunk.sequence.row())
+        hidden = self.target.forward(tokens, segments)
+        if not wanted:
+            return []
+        logits = self.target.logits(hidden if len(wanted) == len(tokens) else hidden[wanted])
+        drawn: list[int] = draw(logits, rows, self._noise).tolist()
+        return self._collect(plan, proposals, logits, drawn)
+
+    def _collect(self, plan: Round, proposals: list[list[int]], logits: Tensor, drawn: list[int]) -> list[_Verified]:
+        members = [*zip(plan.decoding, proposals, strict=True), *((c.sequence, []) for c in plan.chunks if c.last)]
+        verified, at = [], 0
+        for sequence, drafted in members:
+            count = len(drafted) + 1
+            logprobs: list[TokenLogprobs | None] = [None] * count
+            if sequence.request.logprobs is not None:
+                kept = len(accept(drafted, drawn[at : at + count]))
+                top = [sequence.request.logprobs] * kept
+                logprobs[:kept] = logprobs_of(logits[at : at + kept], drawn[at : at + kept], top)
+            verified.append(_Verified(sequence, drafted, drawn[at : at + count], logprobs))
+            at += count
+        return verified
+
+    def _emit(self, plan: Round, verified: list[_Verified]) -> list[Update]:
+        """Keep what the target agreed to, token by token; roll the rest back; free the slots of who is done."""
+        for chunk in plan.chunks:
+            self._read(chunk)
+        return [self._keep(row) for row in verified]
+
+    def _read(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        assert sequence.slot is not None
+        self.target.cache.extend(sequence.slot, sequence.tokens[chunk.start : chunk.start + chunk.count])
+        sequence.computed += chunk.count
+        self.totals.prompt_tokens += chunk.count
+        if chunk.last:
+            self.totals.cached_tokens += sequence.cached_tokens
+
+    def _keep(self, row: _Verified) -> Update:
+        sequence, drafted = row.sequence, row.drafted
+        assert sequence.slot is not None
+        tokens = accept(drafted, row.drawn)
+        known = len(sequence.tokens)
+        for token, logprobs in zip(tokens, row.logprobs, strict=False):
+            if sequence.append(token, logprobs):
+                break
+        kept = len(sequence.tokens) - known
+        self._account(sequence, drafted, len(tokens) - 1, kept)
+        # the last token is not computed yet; everything before it is, and nothing after it counts
+        self.target.cache.extend(sequence.slot, sequence.tokens[sequence.computed : len(sequence.tokens) - 1])
+        sequence.computed = len(sequence.tokens) - 1
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
+        return sequence.take_update()
+
+    def _account(self, sequence: Running, drafted: list[int], agreed: int, kept: int) -> None:
+        stats, totals, name = sequence.stats, self.totals, sequence.request.draft
+        accepted = min(agreed, kept)
+        stats.target_passes += 1
+        stats.draft_tokens += len(drafted)
+        stats.accepted_tokens += accepted
+        totals.target_passes += 1
+        totals.generated_tokens += kept
+        if name is None:
+            return
+        was_falling = sequence.tracker.fallen_back
+        sequence.tracker.record(len(drafted), agreed)
+        tested = min(len(drafted), agreed + 1)
+        self.policy.learn(name, tested, agreed)
+        totals.draft_tokens[name] = totals.draft_tokens.get(name, 0) + len(drafted)
+        totals.accepted_tokens[name] = totals.accepted_tokens.get(name, 0) + accepted
+        for position in range(tested):
+            key = (name, position + 1)
+            totals.tested_at[key] = totals.tested_at.get(key, 0) + 1
+            totals.accepted_at[key] = totals.accepted_at.get(key, 0) + (position < agreed)
+        if sequence.tracker.fallen_back and not was_falling:
+            totals.fallbacks[name] = totals.fallbacks.get(name, 0) + 1
+
+    def _count(self, started: float, drafted: float, ended: float) -> None:
+        self.totals.rounds += 1
+        self.totals.draft_seconds += drafted - started
+        self.totals.target_seconds += ended - drafted
+        self.totals.busy_seconds += ended - started
