@@ -51,7 +51,12 @@ async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
             from proxy.supervisor import Plan
 
             first_run = await prepare(settings)
-            return await _supervise(Plan(settings, arguments, listener, port), first_run, began)
+            try:
+                return await _supervise(Plan(settings, arguments, listener, port), first_run, began)
+            except preflight.StartRefused:
+                if first_run.admin_token is not None:
+                    say(f"the admin token, shown this once: {first_run.admin_token}")
+                raise
 
 
 async def _supervise(plan: Plan, first_run: FirstRun, began: float) -> int:

@@ -1,0 +1,109 @@
+"""What the first start puts into an empty ledger: prices, an admin token, a demo team with a key and a little money.
+
+Every step may be repeated: a start that was interrupted is completed by the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ledger import admin_tokens, keys, publishing, teams, topups
+from ledger.audit import By
+from ledger.database import Database
+from ledger.keys import KeyHasher
+from ledger.migrations import NotMigrated, migrate_database, require_current
+from ledger.money import PICO_PER_UNIT, FxRate
+from ledger.publishing import Quote
+from proxy.preflight import StartRefused
+from proxy.secrets import key_secret, read_or_create
+from proxy.settings import Price, Settings
+
+ACTOR = "first-start"
+DEMO_TEAM = "team_demo"
+DEMO_USD = 10
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """What the start screen may show. `admin_token` only at the start that made it; `demo_key` while it works."""
+
+    admin_token: str | None
+    demo_key: str | None
+
+
+async def prepare(settings: Settings) -> FirstRun:
+    """Migrate and seed. Raises StartRefused, LedgerError."""
+    db = await Database.open(settings.storage.database, pool_size=1)
+    try:
+        try:
+            await require_current(db)
+        except NotMigrated:
+            await migrate_database(db)
+        hasher = KeyHasher(await _key_secret(settings, db))
+        async with db.begin() as c:
+            by = By(ACTOR, time.time_ns() // 1_000_000)
+            await publishing.seed(c, by, quotes(settings), FxRate.parse("USD", "CNY", settings.fx.USD_CNY))
+            token = await _first_token(c, by, hasher, settings)
+            return FirstRun(token, await _demo_key(c, by, hasher, settings.data_dir / "demo-key"))
+    finally:
+        await db.close()
+
+
+def quotes(settings: Settings) -> list[Quote]:
+    """The prices that the configuration gives, for the first price version."""
+    return [quote(name, model.price) for name, model in settings.models.items() if model.price is not None]
+
+
+def quote(model: str, price: Price) -> Quote:
+    return Quote.parse(model, **{name: getattr(price, name) for name in price.__struct_fields__})
+
+
+async def _key_secret(settings: Settings, db: Database) -> bytes:
+    """Never a fresh secret beside keys that were hashed with another one: none of them would work."""
+    path = settings.data_dir / "key-secret"
+    if settings.server.key_secret is None and not path.exists():
+        async with db.read() as c:
+            known = (await keys.list_keys(c, limit=1)).items or (await admin_tokens.list_admin_tokens(c, limit=1)).items
+        if known:
+            raise StartRefused(
+                f"{path} is missing, and the keys in {_place(settings)} were hashed with it: restore it from the "
+                "backup, or set server.key_secret to the secret that the other hosts use"
+            )
+    return key_secret(settings)
+
+
+def _place(settings: Settings) -> str:
+    """The database without its password."""
+    return settings.storage.database.rpartition("@")[2]
+
+
+async def _first_token(c: AsyncConnection, by: By, hasher: KeyHasher, settings: Settings) -> str | None:
+    if settings.admin_token is not None or (await admin_tokens.list_admin_tokens(c, limit=1)).items:
+        return None
+    return (await admin_tokens.create_admin_token(c, by, hasher, "first start", "admin")).secret
+
+
+async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, path: Path) -> str | None:
+    """The demo key's text, from its file; made with its team when the ledger has no team at all."""
+    if not (await teams.list_teams(c, limit=1)).items:
+        await teams.create_team(c, by, "demo", team_id=DEMO_TEAM)
+        await topups.top_up(c, by, DEMO_TEAM, DEMO_USD * PICO_PER_UNIT, currency="USD", reference="demo")
+        secret = read_or_create(path, keys.new_secret)
+        await keys.create_key(c, by, hasher, DEMO_TEAM, name="demo", secret=secret)
+        return secret
+    secret = _read(path)
+    if secret is None:
+        return None
+    record = await keys.find_by_hash(c, hasher(secret))
+    return secret if record is not None and record.state == "active" else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,81 @@
+"""The one screen that a successful start ends with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from proxy.probe import get_json
+from proxy.seeding import DEMO_USD, FirstRun
+from proxy.settings import Settings
+from proxy.supervisor import Plan
+
+
+async def start_screen(plan: Plan, first_run: FirstRun, took_s: float) -> str:
+    """Plain text, wide lines left alone so that they can be copied."""
+    settings = plan.settings
+    host, port = plan.address
+    root = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    weights = await _weights(plan)
+    rows = [("base_url", f"{root}/v1")]
+    if first_run.demo_key is not None:
+        rows.append(("key", f"{first_run.demo_key}   (team demo, topped up with {DEMO_USD} USD)"))
+    else:
+        rows.append(("key", "make one: tallygate key create TEAM"))
+    if first_run.admin_token is not None:
+        rows.append(("admin token", f"{first_run.admin_token}   (shown this once: keep it)"))
+    for name in settings.models:
+        rows += _model_rows(settings, name, weights)
+    lines = ["", f"TallyGate {importlib.metadata.version('tallygate')} is serving ({took_s:.1f} s)", ""]
+    lines += [f"  {label:<12} {text}" for label, text in rows]
+    lines += ["", *_example(settings, root, first_run.demo_key or "sk-tg-..."), ""]
+    lines += [f"  {label:<12} {text}" for label, text in _next(settings, root)]
+    return "\n".join([*lines, "", "Ctrl-C stops it: running requests are finished first.", ""])
+
+
+async def _weights(plan: Plan) -> dict[str, Any]:
+    """What the backend says answers behind each name: {model: {"weights": …, "drafts": {name: …}}}."""
+    if plan.backend_url is None:
+        return {}
+    _, body = await get_json(f"{plan.backend_url}/models")
+    models = body.get("data", []) if isinstance(body, dict) else []
+    return {item["id"]: item.get("tallygate") or {} for item in models if isinstance(item, dict) and "id" in item}
+
+
+def _model_rows(settings: Settings, name: str, weights: dict[str, Any]) -> list[tuple[str, str]]:
+    model = settings.models[name]
+    answers = []
+    for deployment in model.deployments:
+        served = deployment.model or name
+        what = weights.get(served, {}).get("weights") if deployment.to == "backend" else f"{deployment.to}'s {served}"
+        share = f"{deployment.weight}x " if len(model.deployments) > 1 else ""
+        answers.append(share + str(what or f"{deployment.to}'s {served}"))
+    rows = [("model", f"{name}, answered by {', '.join(answers)}")]
+    if model.drafts:
+        known: dict[str, Any] = next(
+            (weights[d.model or name] for d in model.deployments if (d.model or name) in weights), {}
+        )
+        real = known.get("drafts") or {}
+        drafts = [f"{draft} ({real[draft]})" if draft in real else draft for draft in model.drafts]
+        rows.append(("drafts", ", ".join(drafts)))
+    if model.price is not None:
+        price = model.price
+        rows.append(("price", f"{price.input} in, {price.output} out, {price.currency} per 1M tokens"))
+    return rows
+
+
+def _example(settings: Settings, root: str, key: str) -> list[str]:
+    model = next(iter(settings.models), "MODEL")
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 32}}'
+    head = f"  curl {root}/v1/chat/completions -H 'Authorization: Bearer {key}'"
+    return [f"{head} -H 'Content-Type: application/json' -d '{body}'"]
+
+
+def _next(settings: Settings, root: str) -> list[tuple[str, str]]:
+    return [
+        ("usage", "tallygate usage"),
+        ("proof", "tallygate verify"),
+        ("admin API", f"{root}/admin/v1/openapi.json"),
+        ("health", f"{root}/health/ready and {root}/metrics"),
+        ("data, logs", f"{settings.data_dir}, {settings.data_dir / 'logs'}"),
+    ]
