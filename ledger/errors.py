@@ -45,3 +45,32 @@ class Invalid(LedgerError):
 
 class JournalDamaged(LedgerError):
     """Bytes that were durable no longer read back: start is refused until an operator decides."""
+
+
+class IdempotencyInProgress(LedgerError):
+    """The first request of this Idempotency-Key still runs (`request_id`), or its answer was too large to keep."""
+
+    def __init__(self, message: str, request_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class IdempotencyMismatch(LedgerError):
+    """This Idempotency-Key was used with another body."""
+
+
+class IdempotencyExpired(LedgerError):
+    """The request of this Idempotency-Key was answered and its answer is no longer kept. It is never run again."""
+
+    def __init__(self, message: str, request_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class AlreadyAnswered(LedgerError):
+    """Not a refusal: this Idempotency-Key has its answer (`answer`, as given with the outcome). Send it again."""
+
+    def __init__(self, request_id: str, answer: bytes) -> None:
+        super().__init__(f"request {request_id} has been answered: replay it")
+        self.request_id = request_id
+        self.answer = answer

@@ -1,0 +1,397 @@
+"""The one gate that every request's money passes: hold → (extend, progress) → settle or void.
+
+A warm hold does no SQL: it looks a plan up, takes an amount out of slices that the slot has leased, and writes INTENT
+to the journal. What has to wait for SQL (a first plan, more money, an Idempotency-Key) is told apart below as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from sqlalchemy import select, update
+
+from ledger.audit import changes_since, latest_seq
+from ledger.billing import affordable_output, next_window
+from ledger.claims import claim
+from ledger.database import Database
+from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
+from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
+from ledger.journal import JournalWriter, SlotLock, host_id
+from ledger.journal.segments import SEGMENT_BYTES
+from ledger.leases import RETRY_AFTER_MS, Fenced, Leases, Slice
+from ledger.plans import Part, Plan, Spender, has_end_user_budgets, make_plan
+from ledger.prices import PriceBook
+from ledger.records import EpochClosed, Intent, Void
+from ledger.recovery import begin_epoch, recover
+from ledger.schema import epochs, slots
+
+__all__ = ["Ask", "Gate", "Hold", "Outcome", "Receipt", "Spender", "Tokens"]
+
+log = structlog.get_logger(__name__)
+
+PROGRESS_S = 0.8
+"""How often the progress of all open streams is journalled, whatever their speed."""
+HEARTBEAT_MS = 2_000
+IDLE_MS = 30_000
+"""A slice that nobody drew on for so long goes back to its account."""
+MAX_ROUNDS = 8
+MAX_PLANS = 50_000
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Gate:
+    """One worker slot's gate. Open it with `Gate.open`; call `refresh` each 250 ms; end with `close`."""
+
+    def __init__(
+        self, db: Database, journal: JournalWriter, leases: Leases, book: PriceBook, seen: int, clock: Callable[[], int]
+    ) -> None:
+        self.db = db
+        self.journal = journal
+        self.leases = leases
+        self.clock = clock
+        self.moving: set[Hold] = set()
+        """Streams whose latest progress is not journalled yet."""
+        self.lost_epochs: list[str] = []
+        self._book = book
+        self._seen = seen
+        self._plans: dict[tuple[str, str, str | None], Plan] = {}
+        self._teams_with_user_budgets: set[str] = set()
+        self._known_teams: set[str] = set()
+        self._open_holds = 0
+        self._all_ended = asyncio.Event()
+        self._closed = False
+        self._failure: str | None = None
+        self._next_heartbeat_ms = 0
+        self._ticker: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        db: Database,
+        journal_dir: Path,
+        slot: int,
+        *,
+        clock: Callable[[], int] = now_ms,
+        segment_bytes: int = SEGMENT_BYTES,
+        accept_damage: str | None = None,
+    ) -> Gate:
+        """Takes the slot, begins a new epoch and recovers what older ones left behind.
+
+        Raises LedgerUnavailable (the slot is taken, SQL or disk does not answer), JournalDamaged.
+        """
+        slot_id = f"{await asyncio.to_thread(host_id, journal_dir)}/{slot}"
+        slot_dir = journal_dir / str(slot)
+        lock = await asyncio.to_thread(SlotLock.acquire, slot_dir)
+        try:
+            epoch, journal_uuid = await begin_epoch(db, slot_id, slot_dir, clock())
+        except BaseException:
+            lock.release()
+            raise
+        journal = await asyncio.to_thread(
+            JournalWriter.open,
+            slot_dir,
+            epoch=epoch,
+            journal_uuid=journal_uuid,
+            lock=lock,
+            segment_bytes=segment_bytes,
+            accept_damage=accept_damage,
+            clock=clock,
+        )
+        try:
+            lost = await recover(db, journal, slot_id, slot_dir, clock())
+            async with db.read() as c:
+                seen = await latest_seq(c)
+                book = await PriceBook.load(c, clock())
+        except BaseException:
+            await journal.close()
+            raise
+        gate = cls(db, journal, Leases(db, slot_id, epoch, journal_uuid, clock), book, seen, clock)
+        gate.lost_epochs = lost
+        gate._ticker = asyncio.get_running_loop().create_task(gate._journal_progress())
+        return gate
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    async def hold(self, ask: Ask) -> Hold:
+        """Set money aside and write INTENT. The plan, and so price and month, are those of `ask.at_ms`.
+
+        Raises InsufficientQuota, PriceNotFound, LedgerUnavailable; with an Idempotency-Key also AlreadyAnswered,
+        IdempotencyInProgress, IdempotencyMismatch and IdempotencyExpired.
+        """
+        trouble = self._failure or self.journal.unhealthy()
+        if trouble is not None:
+            raise LedgerUnavailable(trouble, RETRY_AFTER_MS)
+        spender = ask.spender
+        end_user = spender.end_user if spender.team_id in self._teams_with_user_budgets else None
+        plan = self._plans.get((spender.key_id, ask.model, end_user))
+        if plan is None or not plan.from_ms <= ask.at_ms < plan.until_ms:
+            plan = await self._make_plan(ask)
+        if ask.idempotency_key is not None:
+            await self._claim(ask)
+        tokens = next_window(0, ask.max_output_tokens) if ask.streamed else ask.max_output_tokens
+        prompt = ask.prompt_tokens_bound
+        usd = prompt * plan.prompt_usd + tokens * plan.output_usd
+        cny = prompt * plan.prompt_cny + tokens * plan.output_cny
+        parts = plan.draw(usd, cny)
+        if parts is None:
+            parts, tokens = await self._draw_or_release(ask, plan, tokens)
+            usd = prompt * plan.prompt_usd + tokens * plan.output_usd
+            cny = prompt * plan.prompt_cny + tokens * plan.output_cny
+        hold = Hold(self, ask, plan, parts, usd, cny, tokens)
+        self._open_holds += 1
+        await self._intend(hold)
+        for slice in plan.needing_more():
+            self.leases.take_ahead(slice)
+        return hold
+
+    def ended(self, hold: Hold) -> None:
+        """A hold was settled or voided."""
+        self.moving.discard(hold)
+        self._open_holds -= 1
+        if not self._open_holds:
+            self._all_ended.set()
+
+    def journal_failed(self, error: LedgerError) -> None:
+        """Nothing more is admitted: what was promised can no longer be recorded."""
+        self._failure = f"the journal failed: {error}"
+        log.error("journal failed", slot=self.leases.slot_id, error=str(error))
+
+    async def _intend(self, hold: Hold) -> None:
+        ask, plan = hold.ask, hold._plan
+        spender = ask.spender
+        intent = Intent(
+            ask.request_id,
+            ask.at_ms,
+            plan.period,
+            spender.team_id,
+            spender.key_id,
+            spender.end_user,
+            ask.model,
+            plan.price.version_id,
+            ask.prompt_tokens_bound,
+            hold.charges_held(),
+            ask.idempotency_key,
+            ask.deployment,
+        )
+        try:
+            await self.journal.append_written(intent)
+        except BaseException:  # cancelled, or the journal failed: the caller never gets this hold
+            await hold.void("not begun")
+            raise
+
+    # -- what waits for SQL --------------------------------------------------------------------------------------------
+
+    async def draw_slowly(self, plan: Plan, prompt_tokens: int, wanted_tokens: int) -> tuple[list[Part], int]:
+        """Lease more, ask other slots for what lies idle there, and at last make do with fewer output tokens.
+
+        Returns what was drawn and the output tokens that it covers. Raises InsufficientQuota, LedgerUnavailable.
+        """
+        usd = prompt_tokens * plan.prompt_usd + wanted_tokens * plan.output_usd
+        cny = prompt_tokens * plan.prompt_cny + wanted_tokens * plan.output_cny
+        await self.fill(plan, usd, cny)
+        limits = plan.limits()
+        tokens = affordable_output(prompt_tokens, wanted_tokens, limits)
+        if tokens is None or (tokens < 1 and wanted_tokens):
+            raise self._insufficient(plan, prompt_tokens)
+        usd = prompt_tokens * plan.prompt_usd + tokens * plan.output_usd
+        cny = prompt_tokens * plan.prompt_cny + tokens * plan.output_cny
+        parts = plan.draw(usd, cny, past_dry=True)
+        assert parts is not None, "the tokens were cut to what is free"
+        return parts, tokens
+
+    async def fill(self, plan: Plan, usd_pico: int, cny_pico: int) -> None:
+        """Bring the plan's slices to where they cover a cost, as far as there is money anywhere. LedgerUnavailable."""
+        for _ in range(MAX_ROUNDS):
+            short = await self._take(plan, usd_pico, cny_pico)
+            if not short:
+                return
+            freed = [await self.leases.recall(slice.account_id) for slice in short]
+            if not any(freed):
+                return
+
+    async def _take(self, plan: Plan, usd_pico: int, cny_pico: int) -> list[Slice]:
+        """Lease what is missing. Returns the slices whose accounts did not have enough in SQL."""
+        short: list[Slice] = []
+        for slice, need in plan.short_budgets(usd_pico, cny_pico):
+            await self.leases.take(slice, need)
+            if slice.free < need:
+                short.append(slice)
+        need = usd_pico if plan.funding_in_usd else cny_pico
+        for slice in plan.funding:
+            missing = need - plan.free_funding()
+            if missing <= 0:
+                break
+            await self.leases.take(slice, max(0, slice.free) + missing)
+        if plan.free_funding() < need:
+            short += plan.funding
+        return short
+
+    async def _draw_or_release(self, ask: Ask, plan: Plan, tokens: int) -> tuple[list[Part], int]:
+        try:
+            return await self.draw_slowly(plan, ask.prompt_tokens_bound, tokens)
+        except BaseException:
+            self._release_claim(ask)
+            raise
+
+    async def _make_plan(self, ask: Ask) -> Plan:
+        spender = ask.spender
+        try:
+            async with self.db.begin() as c:
+                if spender.team_id not in self._known_teams:
+                    self._known_teams.add(spender.team_id)
+                    if await has_end_user_budgets(c, spender.team_id):
+                        self._teams_with_user_budgets.add(spender.team_id)
+                per_end_user = spender.team_id in self._teams_with_user_budgets
+                plan = await make_plan(
+                    c, self.leases, self._book, spender, ask.model, ask.at_ms, per_end_user=per_end_user
+                )
+        except LedgerUnavailable:
+            self.leases.failed()
+            raise
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[(spender.key_id, ask.model, spender.end_user if per_end_user else None)] = plan
+        return plan
+
+    async def _claim(self, ask: Ask) -> None:
+        try:
+            await claim(self.db, ask, self.leases.slot_id, self.leases.epoch, self.clock())
+        except LedgerUnavailable:
+            self.leases.failed()
+            raise
+
+    def _release_claim(self, ask: Ask) -> None:
+        """The request does not begin after all; the poster frees its key."""
+        if ask.idempotency_key is not None:
+            spender = ask.spender
+            self.journal.append(
+                Void(
+                    ask.request_id,
+                    self.clock(),
+                    "refused",
+                    idempotency_key=ask.idempotency_key,
+                    team_id=spender.team_id,
+                    key_id=spender.key_id,
+                )
+            )
+
+    def _insufficient(self, plan: Plan, prompt_tokens: int) -> InsufficientQuota:
+        usd, cny = prompt_tokens * plan.prompt_usd, prompt_tokens * plan.prompt_cny
+        for slice, in_usd in plan.budgets:
+            if slice.free < (usd + plan.output_usd if in_usd else cny + plan.output_cny):
+                return InsufficientQuota("a spend budget of this key is used up; ask for a higher one", "budget")
+        kind = plan.funding[-1].kind if plan.funding else "prepaid"
+        return InsufficientQuota("the team's balance does not cover this request; top it up", kind)
+
+    # -- keeping up ----------------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Follow the change feed, answer recalls, return idle slices, beat the heart. Never raises for SQL being
+        away."""
+        leases = self.leases
+        try:
+            async with self.db.read() as c:
+                changes = await changes_since(c, self._seen)
+                recalled = await leases.recalled(c)
+                mine = (epochs.c.slot_id == leases.slot_id, epochs.c.epoch == leases.epoch)
+                cursor = (await c.execute(select(epochs.c.cursor_seq).where(*mine))).scalar_one_or_none()
+                if leases.down_since_ms is not None:
+                    for account_id in await leases.reread(c):
+                        log.error("SQL lost a lease: not spent any more until it is back", account=account_id)
+                if any(change.subject_kind in ("price_version", "fx_rate", "team") for change in changes):
+                    self._book = await PriceBook.load(c, self.clock())
+            leases.down_since_ms = None
+            self.journal.posted(cursor or 0)
+            self._forget_plans({change.team_id for change in changes})
+            self._seen = changes[-1].seq if changes else self._seen
+            for slice in {*recalled, *self._idle_slices()}:
+                await leases.give_back(slice)
+            await self._beat()
+        except Fenced as error:
+            self._failure = str(error)
+        except LedgerUnavailable:
+            leases.failed()
+
+    def degraded(self) -> list[str]:
+        """What is not as it should be; empty when all is well."""
+        found = [self._failure or self.journal.unhealthy()]
+        if self.leases.down_since_ms is not None:
+            found.append(f"SQL has been away for {(self.clock() - self.leases.down_since_ms) // 1000} s")
+        return [reason for reason in (*found, *self.lost_epochs) if reason is not None]
+
+    async def close(self, *, patience_s: float = 10.0) -> None:
+        """Wait for open holds, return every lease, end the journal. What is still open then is settled at the next
+        start."""
+        if self._closed:
+            return
+        self._closed = True
+        self._failure = self._failure or "this worker is shutting down"
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._open_holds:
+            self._all_ended.clear()
+            try:
+                await asyncio.wait_for(self._all_ended.wait(), patience_s)
+            except TimeoutError:
+                log.warning("closing with open requests", open=self._open_holds)
+        try:
+            if not self._open_holds and not self.leases.fenced:
+                await self.leases.close()
+                mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)
+                async with self.db.begin() as c:
+                    await c.execute(update(slots).where(*mine).values(live=0, heartbeat_ms=self.clock()))
+                self.journal.append(EpochClosed(self.leases.epoch))
+        except LedgerUnavailable as error:
+            log.warning("leases are kept until the next start", error=str(error))
+        finally:
+            await self.journal.close()
+
+    def _forget_plans(self, team_ids: set[str | None]) -> None:
+        if None in team_ids:
+            self._plans.clear()
+            self._known_teams.clear()
+            self._teams_with_user_budgets.clear()
+            return
+        self._known_teams -= {team for team in team_ids if team is not None}
+        self._teams_with_user_budgets -= {team for team in team_ids if team is not None}
+        for key in [key for key, plan in self._plans.items() if plan.team_id in team_ids]:
+            del self._plans[key]
+        for slice in self.leases.slices.values():
+            slice.dry = False
+
+    def _idle_slices(self) -> list[Slice]:
+        now, idle = self.clock(), []
+        for slice in self.leases.slices.values():
+            if slice.dry and now >= slice.dry_until_ms:
+                slice.dry = False
+            if slice.free != slice.seen_free:
+                slice.seen_free, slice.idle_since_ms = slice.free, now
+            elif slice.free > 0 and now - slice.idle_since_ms > IDLE_MS:
+                idle.append(slice)
+        return idle
+
+    async def _beat(self) -> None:
+        now = self.clock()
+        if now < self._next_heartbeat_ms:
+            return
+        self._next_heartbeat_ms = now + HEARTBEAT_MS
+        mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)
+        async with self.db.begin() as c:
+            await c.execute(update(slots).where(*mine).values(heartbeat_ms=now))
+
+    async def _journal_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            moving, self.moving = self.moving, set()
+            try:
+                for hold in moving:
+                    hold.journal_progress()
+            except LedgerError as error:
+                self.journal_failed(error)

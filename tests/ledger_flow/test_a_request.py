@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from ledger.schema import rollups, transfers
+from tests.ledger_flow.material import MODEL, House, price, run, used
+
+
+async def test_what_is_used_is_billed_to_the_pico_and_the_rest_of_the_hold_is_free_again(house: House) -> None:
+    gate = await house.gate()
+    hold = await gate.hold(house.ask(prompt=1_000, output=500))
+    assert hold.output_tokens == 500
+    receipt = await hold.settle(used(900, 300))
+    assert receipt.cost_usd_pico == price(900, 300)
+    assert receipt.cost_cny_pico * 10 == receipt.cost_usd_pico * 73
+    assert receipt.billed_tokens == 1_200
+    await house.post()
+    (row,) = await house.rows()
+    assert (row.prompt_tokens, row.generated_tokens, row.billed_tokens) == (900, 300, 1_200)
+    assert row.cost_usd_pico == price(900, 300)
+    account = await house.account()
+    assert account.debits_pico == price(900, 300)
+    await gate.close()
+    await house.post()
+    assert await house.leased() == 0
+
+
+async def test_a_second_settlement_returns_the_first_receipt(house: House) -> None:
+    gate = await house.gate()
+    hold = await gate.hold(house.ask())
+    first = await hold.settle(used(100, 20))
+    assert await hold.settle(used(100, 200)) == first
+    await hold.void("too late")
+    await house.post()
+    assert (await house.account()).debits_pico == price(100, 20)
+
+
+async def test_a_void_request_costs_nothing(house: House) -> None:
+    gate = await house.gate()
+    hold = await gate.hold(house.ask())
+    await hold.void("upstream refused")
+    await gate.close()
+    await house.post()
+    assert await house.rows() == []
+    account = await house.account()
+    assert (account.debits_pico, account.leased_pico) == (0, 0)
+
+
+async def test_rows_transfers_and_rollups_say_the_same(house: House) -> None:
+    gate = await house.gate()
+    for n in range(20):
+        await run(gate, house.ask(prompt=100 + n, output=10), used(100 + n, 10))
+    await house.post()
+    total = sum(price(100 + n, 10) for n in range(20))
+    async with house.db.read() as c:
+        moved = (await c.execute(select(transfers).where(transfers.c.kind == "usage"))).all()
+        summed = (await c.execute(select(rollups))).all()
+    assert sum(int(row.amount_pico) for row in moved) == total
+    assert {row.destination for row in moved} == {f"revenue:{MODEL}"}
+    assert sum(int(row.cost_usd_pico) for row in summed) == total
+    assert sum(row.requests for row in summed) == 20
