@@ -41,7 +41,11 @@ async def ensure_partitions(c: AsyncConnection, now_ms: int, months_ahead: int =
 
 
 async def _exists(c: AsyncConnection, name: str) -> bool:
-    return (await c.execute(text("SELECT to_regclass(:name) IS NOT NULL"), {"name": name})).scalar_one() is True
+    """From the catalogue itself: `to_regclass` may answer from before another transaction's commit."""
+    query = (
+        "SELECT EXISTS (SELECT FROM pg_class WHERE relname = :name AND relnamespace = current_schema()::regnamespace)"
+    )
+    return (await c.execute(text(query), {"name": name})).scalar_one() is True
 
 
 async def _make(c: AsyncConnection, name: str, start_ms: int, end_ms: int) -> None:

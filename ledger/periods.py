@@ -18,7 +18,7 @@ Window = Literal["minute", "hour", "day", "month", "total"]
 DEFAULT_TIMEZONE = "Asia/Shanghai"
 MINUTE_MS = 60_000
 HOUR_MS = 3_600_000
-_MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+_MONTH = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
 
 
 @lru_cache(maxsize=1024)
