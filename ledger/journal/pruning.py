@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+from ledger.journal.files import Files
 from ledger.journal.position import read_mark
-from ledger.journal.segments import read_header, segment_name, segment_numbers
+from ledger.journal.segments import PRUNED_NAME, read_header, segment_name, segment_numbers
 from ledger.journal.slots import list_epochs
 
 
@@ -23,11 +25,25 @@ def prune(epoch_dir: Path, *, posted_seq: int, before_ms: int) -> int:
     if mark.closed and mark.at_ms < before_ms and mark.seq <= posted_seq and not newest:
         shutil.rmtree(epoch_dir)
         return len(numbers)
-    removed = 0
+    old = []
     for number in numbers[:-1]:
         following = read_header(epoch_dir, number + 1)
         if number >= mark.place.segment or following.first_seq - 1 > posted_seq or following.created_ms >= before_ms:
             break
+        old.append(number)
+    if old:
+        _write_down(epoch_dir, old[-1] + 1)
+    for number in old:
         (epoch_dir / segment_name(number)).unlink()
-        removed += 1
-    return removed
+    return len(old)
+
+
+def _write_down(epoch_dir: Path, first: int) -> None:
+    """So that a segment that vanishes by itself is not taken for a pruned one."""
+    draft = epoch_dir / f"{PRUNED_NAME}.draft"
+    with draft.open("w") as file:
+        file.write(f"{first}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(epoch_dir / PRUNED_NAME)
+    Files().sync_directory(epoch_dir)

@@ -10,7 +10,7 @@ from ledger.errors import JournalDamaged
 from ledger.journal.format import FRAME_HEAD, MAX_PAYLOAD, Frame, Header, Mark, Place, parse_frames
 from ledger.journal.position import NAME as MARK_NAME
 from ledger.journal.position import read_mark_at
-from ledger.journal.segments import read_header, segment_name, segment_numbers
+from ledger.journal.segments import first_kept, read_header, segment_name, segment_numbers
 
 _CHUNK_BYTES = 1 << 20
 _REMEMBERED_PLACES = 16
@@ -162,6 +162,9 @@ class JournalReader:
         if numbers and numbers[-1] - numbers[0] + 1 != len(numbers):
             missing = min(set(range(numbers[0], numbers[-1])) - set(numbers))
             raise JournalDamaged(f"{self.epoch_dir / segment_name(missing)} is missing: restore it from where it went")
+        if numbers and numbers[0] > first_kept(self.epoch_dir):
+            missing_path = self.epoch_dir / segment_name(numbers[0] - 1)
+            raise JournalDamaged(f"{missing_path} is missing and was not pruned: restore it from where it went")
         return numbers
 
     def _header(self, number: int) -> Header:

@@ -26,6 +26,10 @@ def segment_numbers(epoch_dir: Path) -> list[int]:
     return sorted(int(match[1]) for name in os.listdir(epoch_dir) if (match := _NAME.fullmatch(name)))
 
 
+PRUNED_NAME = "first-kept"
+"""Says the number of the lowest segment that was not pruned."""
+
+
 class Segment:
     """An open segment of the writer: where the next frame goes, and how much room is left."""
 
@@ -70,6 +74,14 @@ def create_segment(files: Files, epoch_dir: Path, header: Header, size: int, dat
         remove_spare(files, epoch_dir)  # a later try must not find half of this one's frames
         raise
     return Segment(header.segment, path, fd, DATA_START + len(data), size)
+
+
+def first_kept(epoch_dir: Path) -> int:
+    """The lowest segment number that pruning has left; 1 when nothing was pruned. Others are missing, not pruned."""
+    try:
+        return int((epoch_dir / PRUNED_NAME).read_text())
+    except FileNotFoundError:
+        return 1
 
 
 def remove_spare(files: Files, epoch_dir: Path) -> None:
