@@ -77,9 +77,11 @@ class Ticket:
         """Replace the estimate of tokens by what was used. A later call replaces an earlier one."""
         self._counters.correct(self._grant, actual_tokens)
 
-    def release(self) -> None:
-        """The request is over: its concurrency slots are free again. What it used stays counted."""
-        self._counters.release(self._grant)
+    def release(self, actual_tokens: int | None = None) -> None:
+        """The request is over: its concurrency slots are free again. What it used stays counted.
+
+        With `actual_tokens` it is `correct` and `release` in one, which costs one script instead of two."""
+        self._counters.release(self._grant, actual_tokens)
 
     def cancel(self) -> None:
         """The request was refused further on and never ran: it consumes nothing."""

@@ -95,7 +95,9 @@ class MemoryCounters:
                     self._adjust(grant, i, more)
             grant.tokens = tokens
 
-    def release(self, grant: Grant) -> None:
+    def release(self, grant: Grant, tokens: int | None = None) -> None:
+        if tokens is not None:
+            self.correct(grant, tokens)
         if not grant.finished:
             grant.finished = True
             for rule in grant.rules:
@@ -125,7 +127,7 @@ class MemoryCounters:
             else:
                 self._slots[rule.key] = levels[i]
             if not rule.hard and self.watch is not None:
-                self.watch(rule, levels[i] - self._units(rule, rule.cost(tokens)), levels[i])
+                self.watch(rule, levels[i] - rule.units(tokens), levels[i])
         self._decisions += 1
         if self._decisions % SWEEP_EVERY == 0:
             self._sweep()
@@ -177,11 +179,7 @@ class MemoryCounters:
             self._slots.pop(key, None)
 
     def _without(self, rules: tuple[Rule, ...], levels: list[int], tokens: int) -> tuple[int, ...]:
-        return tuple(level - self._units(rule, rule.cost(tokens)) for rule, level in zip(rules, levels, strict=True))
-
-    @staticmethod
-    def _units(rule: Rule, amount: int) -> int:
-        return amount * rule.window_ms if rule.kind == Kind.BUCKET else amount
+        return tuple(level - rule.units(tokens) for rule, level in zip(rules, levels, strict=True))
 
     def _sweep(self) -> None:
         """Forget counters that no longer limit anything: one per end user would otherwise stay for ever."""

@@ -76,6 +76,10 @@ class Rule:
         """What a request of so many tokens takes, in units of the limit."""
         return tokens if self.metric == "tokens" else 1
 
+    def units(self, tokens: int) -> int:
+        """What a request of so many tokens adds to the level."""
+        return (tokens if self.metric == "tokens" else 1) * (self.window_ms or 1)
+
     def used(self, level: int) -> int:
         """A level in units of the limit, rounded up."""
         return -(-level // self.window_ms) if self.kind == Kind.BUCKET else level
@@ -113,6 +117,7 @@ class Grant:
     """A decision that let a request pass; what is needed to correct or undo it.
 
     levels[i] is the level of rules[i] with this request, marks[i] the clock of a bucket or the window of a calendar.
+    member names the concurrency slot, local is the decision made without the server, parts are decisions of two nodes.
     """
 
     rules: tuple[Rule, ...]
@@ -120,7 +125,8 @@ class Grant:
     levels: list[int]
     marks: list[int]
     member: str = ""
-    shared: bool = True
+    local: Grant | None = None
+    parts: tuple[Grant, ...] = ()
     finished: bool = False
 
 
@@ -155,8 +161,10 @@ class Counters(Protocol):
     def correct(self, grant: Grant, tokens: int) -> None:
         """The request took so many tokens after all."""
 
-    def release(self, grant: Grant) -> None:
-        """The request is over: its concurrency slots are free. Harmless when repeated."""
+    def release(self, grant: Grant, tokens: int | None = None) -> None:
+        """The request is over and took so many tokens (None: as many as charged): its slots are free.
+
+        Harmless when repeated."""
 
     def cancel(self, grant: Grant) -> None:
         """The request never ran: take back everything. Harmless when repeated."""
