@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from proxy.commands import configuration, prices, roles, serve
+from proxy.commands import configuration, keys, prices, quotas, roles, serve, teams, tokens
 
 EXAMPLE = "Example: tallygate "
 
@@ -30,6 +30,14 @@ def build_cli() -> typer.Typer:
     app.command("poster", epilog=EXAMPLE + "poster --data-dir /srv/tallygate", rich_help_panel="Roles")(roles.poster)
     app.command("backend", epilog=EXAMPLE + "backend --port 8001", rich_help_panel="Roles")(roles.backend)
     app.command("migrate", epilog=EXAMPLE + "migrate --config tallygate.yaml", rich_help_panel="Roles")(roles.migrate)
+    app.add_typer(teams.team, name="team")
+    app.add_typer(keys.key, name="key")
+    app.add_typer(quotas.quota, name="quota")
+    app.command("topup", epilog=EXAMPLE + "topup 100 --team demo --reference bank-2026-0001")(teams.topup)
+    app.command("grant", epilog=EXAMPLE + "grant 5 --team demo --reference welcome --expires 2027-01-01")(teams.grant)
+    app.command("balance", epilog=EXAMPLE + "balance --team demo")(teams.balance)
+    app.add_typer(tokens.admin_token, name="admin-token")
+    app.command("audit", epilog=EXAMPLE + "audit --team team_demo --limit 20")(tokens.audit)
     app.add_typer(prices.price, name="price")
     app.add_typer(prices.fx, name="fx")
     app.add_typer(configuration.app, name="config")
@@ -54,6 +62,7 @@ def _explain(error: Exception) -> int:
         _write(f"{error.format_message()} (see --help)")
         return 2
     from ledger.errors import Invalid, LedgerError, LedgerUnavailable
+    from ledger.money import MoneyError
     from proxy.commands.options import Fail
     from proxy.preflight import StartRefused
     from proxy.settings import SettingsError
@@ -64,7 +73,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, Fail):
         _write(str(error))
         return error.code
-    if isinstance(error, StartRefused | Invalid | LedgerUnavailable):
+    if isinstance(error, StartRefused | Invalid | LedgerUnavailable | MoneyError):
         _write(str(error))
         return 2
     if isinstance(error, LedgerError):

@@ -95,11 +95,9 @@ async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, path: Path) -
         secret = read_or_create(path, keys.new_secret)
         await keys.create_key(c, by, hasher, DEMO_TEAM, name="demo", secret=secret)
         return secret
-    secret = _read(path)
-    if secret is None:
-        return None
-    record = await keys.find_by_hash(c, hasher(secret))
-    return secret if record is not None and record.state == "active" else None
+    known = _read(path)
+    record = None if known is None else await keys.find_by_hash(c, hasher(known))
+    return known if record is not None and record.state == "active" else None
 
 
 def _read(path: Path) -> str | None:

@@ -17,7 +17,8 @@ import typer
 if TYPE_CHECKING:
     from ledger.audit import By
     from ledger.database import Database
-    from proxy.admin.endpoints import Call
+    from ledger.money import Currency
+    from proxy.admin.endpoints import Call, Listing
     from proxy.settings import Settings
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ DataDirOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for machines.")]
 LimitOption = Annotated[int, typer.Option(help="At most this many; 1 to 1000.")]
 CursorOption = Annotated[str | None, typer.Option(help="Go on where the last list stopped.")]
+ReasonOption = Annotated[str | None, typer.Option(help="Why; kept in the audit chain.")]
 HERE = Path(".")
 
 
@@ -71,11 +73,11 @@ def act(
     settings: Settings,
     endpoint: Callable[[Call], Awaitable[T]],
     *,
+    path: Mapping[str, str] | None = None,
     body: Any = None,
     query: Any = None,
     reason: str | None = None,
     writes: bool = False,
-    **path: str,
 ) -> T:
     """Do here what the admin API does: one of its endpoint functions, in one transaction, in the operator's name."""
 
@@ -86,7 +88,7 @@ def act(
         async with ledger_of(settings) as db:
             installation = Installation(settings, key_secret(settings))
             async with db.begin() if writes else db.read() as c:
-                return await endpoint(Call(installation, db, c, by_operator(reason), path, query, body))
+                return await endpoint(Call(installation, db, c, by_operator(reason), dict(path or {}), query, body))
 
     return run(work())
 
@@ -138,6 +140,38 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     for row in shown:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_record(record: Any, json_: bool) -> None:
+    """One thing: JSON, or a line for each field."""
+    if json_:
+        print_json(record)
+        return
+    rows = [(name, _cell(getattr(record, name))) for name in record.__struct_fields__]
+    print_table(("field", "value"), rows, "")
+
+
+def print_listing(found: Listing[Any], columns: Sequence[str], json_: bool, empty: str) -> None:
+    """A page of things: JSON, or a table of some of their fields."""
+    if json_:
+        print_json(found)
+        return
+    print_table(columns, [[_cell(getattr(item, name)) for name in columns] for item in found.data], empty)
+    print_more(found.next_cursor)
+
+
+def _cell(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def currency_of(text: str) -> Currency:
+    """Raises Fail for anything but a currency that the ledger keeps."""
+    from ledger.money import CURRENCIES
+
+    for currency in CURRENCIES:
+        if text.upper() == currency:
+            return currency
+    raise Fail(f"unknown currency {text}: use {' or '.join(CURRENCIES)}", 2)
 
 
 def print_more(cursor: str | None) -> None:

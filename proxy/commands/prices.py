@@ -15,6 +15,7 @@ from proxy.commands.options import (
     JsonOption,
     LimitOption,
     act,
+    currency_of,
     print_json,
     print_more,
     print_table,
@@ -22,7 +23,6 @@ from proxy.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from ledger.money import Currency
     from proxy.admin.prices import Version
 
 price = typer.Typer(no_args_is_help=True, help="Prices: dated, immutable versions.")
@@ -70,7 +70,7 @@ def publish(
         cache_read=cache_read,
         cache_write=cache_write,
         output_reasoning=reasoning,
-        currency=_currency(currency),
+        currency=currency_of(currency),
         scope=scope,
     )
     body = prices.NewVersion(prices=[new], effective_from=start, note=note)
@@ -115,15 +115,6 @@ def _show(versions: list[Version], json_: bool) -> None:
         for item in version.prices
     ]
     print_table(PRICE_COLUMNS, rows, "no prices yet: tallygate price publish MODEL --input 0.28 --output 0.42")
-
-
-def _currency(text: str) -> Currency:
-    from ledger.money import CURRENCIES
-
-    for currency in CURRENCIES:
-        if text.upper() == currency:
-            return currency
-    raise Fail(f"unknown currency {text}: use {' or '.join(CURRENCIES)}", 2)
 
 
 @fx.command("set", epilog="Example: tallygate fx set USD_CNY 7.3")
