@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, keys, prices, quotas, teams, tokens
+from proxy.admin import audit, invoices, keys, prices, quotas, teams, tokens
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -10,6 +10,7 @@ ENDPOINTS: list[Endpoint] = [
     *keys.ENDPOINTS,
     *quotas.ENDPOINTS,
     *prices.ENDPOINTS,
+    *invoices.ENDPOINTS,
     *audit.ENDPOINTS,
     *tokens.ENDPOINTS,
 ]
