@@ -40,6 +40,7 @@ class Response:
         "_buffered",
         "_chunks",
         "_connection",
+        "_discarding",
         "_header_bytes",
         "_lost",
         "_waiter",
@@ -58,6 +59,7 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._lost: ConnectionLost | None = None
         self._header_bytes = 0
+        self._discarding = False
         self._chunks: list[bytes] = []
         self._buffered = 0
 
@@ -87,6 +89,12 @@ class Response:
         """Stop now: an answer that is not complete takes its connection with it."""
         if not self.complete:
             self._connection.abort()
+
+    def leave(self, seconds: float = 1.0) -> None:
+        """All that matters was read: let the rest arrive unread, so that the connection can be kept."""
+        if not self.complete:
+            self._discarding = True
+            asyncio.get_running_loop().call_later(seconds, self.close)
 
     @property
     def touched(self) -> bool:
@@ -134,6 +142,8 @@ class Response:
     def on_body(self, body: bytes) -> None:
         if self.complete:
             raise ConnectionLost("bytes after the end of the answer")
+        if self._discarding:
+            return
         self._chunks.append(body)
         self._buffered += len(body)
         if self._buffered > HIGH_WATER_BYTES:

@@ -45,6 +45,7 @@ class Answer(Protocol):
 
     async def chunk(self) -> bytes: ...
     def close(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,9 @@ class Upstream:
         head = b"POST %b%b%b%bcontent-length: %d\r\n\r\n" % (self._path, path, self._fixed, headers, len(body))
         return await self._send(head, body)
 
-    async def get(self, path: bytes) -> Answer:
-        return await self._send(b"GET %b%b%b\r\n" % (self._path, path, self._fixed), b"")
+    async def get(self, path: bytes, *, below_base: bool = True) -> Answer:
+        """`below_base` False: a path of the server itself, such as b"/health"."""
+        return await self._send(b"GET %b%b%b\r\n" % (self._path if below_base else b"", path, self._fixed), b"")
 
     async def _send(self, head: bytes, body: bytes) -> Answer:
         try:
@@ -141,6 +143,9 @@ class Inflated:
 
     def close(self) -> None:
         self._response.close()
+
+    def leave(self) -> None:
+        self._response.leave()
 
     def _inflate(self, packed: bytes) -> bytes:
         try:

@@ -36,8 +36,7 @@ class Watch:
         self._task: asyncio.Task[Any] = task
         self._receive = receive
         self._listener: asyncio.Task[None] | None = None
-        self._started = self._loop.time()
-        self._total_at = self._started + total_s
+        self._total_at = self._loop.time() + total_s
         self._deadline = self._total_at
         self._reason: Reason = "total"
         self._waiting = False
@@ -45,6 +44,10 @@ class Watch:
         self._closed = False
         self._timer = self._loop.call_later(_GLANCE_S, self._tick)
         self.client_gone = False
+
+    def restart(self, total_s: float) -> None:
+        """A new attempt: the total counts from now."""
+        self._total_at = self._loop.time() + total_s
 
     async def wait(self, awaitable: Awaitable[T], reason: Reason, seconds: float) -> T:
         """The result of `awaitable`. Raises Interrupted when the client leaves, after `seconds`, or after the total."""
@@ -74,9 +77,6 @@ class Watch:
         self._timer.cancel()
         if self._listener is not None:
             self._listener.cancel()
-
-    def elapsed_ms(self) -> int:
-        return int((self._loop.time() - self._started) * 1000)
 
     def _tick(self) -> None:
         if self._closed:

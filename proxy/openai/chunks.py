@@ -56,6 +56,8 @@ class Piece(NamedTuple):
     done: bool = False
     error: bytes | None = None
     """The error object of an upstream that fails in the middle."""
+    read: bool = True
+    """False: it carries a payload that is no chunk."""
 
 
 class StreamReader:
@@ -81,8 +83,8 @@ class StreamReader:
             return Piece(b"", done=True)
         try:
             chunk = _decoder.decode(payload)
-        except msgspec.MsgspecError:
-            return Piece(event)
+        except (msgspec.MsgspecError, RecursionError):
+            return Piece(event, read=False)
         self._last_payload = payload
         if bytes(chunk.error) not in _SAYS_NOTHING:
             return Piece(b"", error=bytes(chunk.error))
@@ -108,6 +110,11 @@ class StreamReader:
         if piece.usage is not None and piece.usage.generated_tokens is not None:
             return piece.usage.generated_tokens
         return self.generated_tokens + piece.tokens
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether one chunk was understood."""
+        return bool(self._last_payload)
 
     @property
     def delivered_deltas(self) -> int:

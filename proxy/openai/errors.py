@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable, PriceNotFound
+from ledger.errors import (
+    IdempotencyExpired,
+    IdempotencyInProgress,
+    IdempotencyMismatch,
+    InsufficientQuota,
+    LedgerError,
+    LedgerUnavailable,
+    PriceNotFound,
+)
 from policies.refusal import Refusal
 
 INVALID = "invalid_request_error"
@@ -104,6 +112,17 @@ def internal_error() -> ApiError:
     return ApiError(500, API, "internal_error", "TallyGate failed; the request id names the log entry.")
 
 
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        API,
+        "shutting_down",
+        "This worker is stopping; another one can answer.",
+        retry_after_ms=1_000,
+        should_retry=True,
+    )
+
+
 def upstream_error(message: str, *, status: int = 502) -> ApiError:
     return ApiError(status, API, "upstream_error", message, should_retry=False)
 
@@ -133,6 +152,7 @@ def from_refusal(refusal: Refusal) -> ApiError:
         param=refusal.param,
         retry_after_ms=refusal.retry_after_ms,
         should_retry=refusal.should_retry,
+        headers=tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in refusal.headers.items()),
     )
 
 
@@ -145,5 +165,11 @@ def from_ledger(error: LedgerError) -> ApiError:
             return ApiError(403, PERMISSION, "price_not_found", str(error), should_retry=False)
         case LedgerUnavailable(retry_after_ms=wait):
             return ApiError(503, API, "ledger_unavailable", str(error), retry_after_ms=wait, should_retry=True)
+        case IdempotencyInProgress():
+            return ApiError(409, INVALID, "idempotency_in_progress", str(error), should_retry=False)
+        case IdempotencyMismatch():
+            return ApiError(422, INVALID, "idempotency_mismatch", str(error), should_retry=False)
+        case IdempotencyExpired():
+            return ApiError(410, INVALID, "idempotency_expired", str(error), should_retry=False)
         case _:
             return internal_error()

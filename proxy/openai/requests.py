@@ -50,6 +50,16 @@ class Call:
     prompt_tokens_bound: int
     """Never fewer than the prompt can have: a token is at least one byte."""
 
+    @property
+    def estimated_tokens(self) -> int:
+        """What limits on tokens are charged at admission, corrected later: the prompt and all that may be generated."""
+        return self.prompt_tokens_bound // BYTES_PER_ESTIMATED_TOKEN + (self.max_output_tokens or 0) * self.choices
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """A cautious guess at the prompt, for what a crash leaves unknown."""
+        return max(1, min(self.body_bytes, self.prompt_tokens_bound) // (2 * BYTES_PER_ESTIMATED_TOKEN))
+
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None

@@ -1,0 +1,157 @@
+"""The application: routes to parts. What runs hot is plain ASGI; the rest are ordinary Starlette endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from ledger.errors import LedgerError
+from policies.refusal import Refusal
+from proxy.account import account_routes
+from proxy.admin.app import admin_app
+from proxy.asgi import JSON, Receive, Reply, Scope, Send
+from proxy.health import health_routes
+from proxy.ids import RequestIds, now_ms
+from proxy.openai.dialects import DIALECTS, Dialect
+from proxy.openai.errors import (
+    ApiError,
+    from_ledger,
+    from_refusal,
+    internal_error,
+    method_not_allowed,
+    not_found,
+)
+from proxy.settings import Settings
+from proxy.worker import Worker
+
+log = structlog.get_logger(__name__)
+
+
+def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> Starlette:
+    """One gateway worker as an ASGI application; its lifespan opens and closes the worker.
+
+    slot: this worker's number on its host, from 0. embed_poster: post in this process too (tests, small machines).
+    """
+    worker = Worker(settings, slot, embed_poster=embed_poster)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await worker.open()
+        try:
+            yield
+        finally:
+            await worker.close()
+
+    generating = {dialect.path: Generating(worker, dialect) for dialect in DIALECTS}
+    routes: list[Route | Mount] = []
+    for prefix in ("/v1", ""):
+        routes += [Route(prefix + path, endpoint) for path, endpoint in generating.items()]
+        routes += account_routes(worker, prefix)
+    routes += health_routes(worker)
+    routes.append(Mount("/admin/v1", admin_app(settings, worker.database)))
+    hot = {prefix + path for prefix in ("/v1", "") for path in generating}
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(RequestId, hot=frozenset(hot))],
+        exception_handlers={
+            404: _not_found,
+            405: _wrong_method,
+            ApiError: _answer,
+            LedgerError: _answer,
+            Refusal: _answer,
+            Exception: _failed,
+        },
+    )
+    app.state.worker = worker
+    return app
+
+
+class Generating:
+    """A route that generates, in one dialect."""
+
+    def __init__(self, worker: Worker, dialect: Dialect) -> None:
+        self._worker = worker
+        self._dialect = dialect
+        self._ids = RequestIds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._worker.gateway
+        if gateway is not None and scope["method"] == "POST":
+            await gateway.serve(self._dialect, scope, receive, send)
+            return
+        try:
+            if scope["method"] != "POST":
+                raise method_not_allowed(scope["method"], scope["path"], "POST")
+            self._worker.serving()
+        except (ApiError, LedgerError) as error:
+            known = as_api_error(error)
+            reply = Reply(send, self._ids.new(now_ms()))
+            await reply.whole(known.status, self._dialect.error_body(known), [JSON, *known.headers()])
+
+
+class RequestId:
+    """Puts `x-request-id` on every answer; the hot routes do that themselves."""
+
+    def __init__(self, app: Any, hot: frozenset[str]) -> None:
+        self._app = app
+        self._hot = hot
+        self._ids = RequestIds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._hot:
+            await self._app(scope, receive, send)
+            return
+        request_id = self._ids.new(now_ms()).encode()
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Whatever was raised, as the wire says it."""
+    match error:
+        case ApiError():
+            return error
+        case Refusal():
+            return from_refusal(error)
+        case LedgerError():
+            return from_ledger(error)
+        case _:
+            return internal_error()
+
+
+def error_response(error: ApiError) -> Response:
+    response = Response(error.body(), error.status, media_type="application/json")
+    response.raw_headers.extend(error.headers())
+    return response
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    log.error("request_failed", path=request.url.path, exc_info=error)
+    return error_response(internal_error())
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return error_response(not_found(request.url.path))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    allowed = (getattr(error, "headers", None) or {}).get("Allow", "GET")
+    return error_response(method_not_allowed(request.method, request.url.path, allowed))

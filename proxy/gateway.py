@@ -1,0 +1,368 @@
+"""One request's life, top to bottom: authenticate → admit → hold → forward → settle → answer.
+
+Whatever happens on the way, three things hold: nothing reaches an upstream before INTENT is written; the client sees
+the final usage, `[DONE]` or the end of the body only after SETTLE is durable; a hold that was not settled is voided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
+
+import structlog
+
+from ledger.errors import LedgerError
+from ledger.gate import Gate, Outcome, Receipt, Tokens
+from ledger.money import format_amount
+from ledger.records import Status
+from policies.access import check_access
+from policies.admission import Admission
+from policies.drafts import choose_draft
+from policies.quotas import Limiter
+from policies.refusal import Refusal
+from proxy.asgi import (
+    JSON,
+    ClientGone,
+    Headers,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    header,
+    read_body,
+    refuse_packed_body,
+    text_header,
+)
+from proxy.auth import Keyring, bearer
+from proxy.http1 import ConnectionLost
+from proxy.ids import RequestIds, now_ms
+from proxy.metering import measured, shown, without_generation
+from proxy.metrics import Metrics
+from proxy.openai.chunks import StreamReader
+from proxy.openai.dialects import Dialect
+from proxy.openai.errors import (
+    ApiError,
+    from_ledger,
+    from_refusal,
+    internal_error,
+    model_not_found,
+    no_deployment_available,
+    shutting_down,
+    upstream_error,
+    upstream_timeout,
+)
+from proxy.openai.plain import NoAnswer, PlainAnswer
+from proxy.openai.requests import estimated_prompt_tokens, forward_body
+from proxy.openai.sse import DONE_EVENT
+from proxy.openai.usage import Counts, acceptance_rate
+from proxy.relay import Ending, Relay
+from proxy.routing import Deployment, Route
+from proxy.run import Request, Run
+from proxy.upstream import Answer, Patience, UpstreamFailed, failure_of, read_all
+from proxy.watch import Interrupted, Watch
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+
+class Gateway:
+    """The path that every generating request takes, whatever its dialect."""
+
+    def __init__(
+        self,
+        *,
+        keyring: Keyring,
+        routes: Mapping[str, Route],
+        limiter: Limiter,
+        admission: Admission,
+        gate: Gate,
+        metrics: Metrics,
+        max_body_bytes: int,
+    ) -> None:
+        self._keyring = keyring
+        self._routes = routes
+        self._limiter = limiter
+        self._admission = admission
+        self._gate = gate
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._ids = RequestIds()
+
+    async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request; every outcome is an answer."""
+        at_ms = now_ms()
+        reply = Reply(send, self._ids.new(at_ms))
+        try:
+            request = await self._understand(dialect, scope, receive, reply.request_id, at_ms)
+            await self._admit(request, receive, reply)
+        except ClientGone:
+            self._metrics.refused("client_gone")
+        except (ApiError, Refusal, LedgerError) as error:
+            await self._refuse(dialect, reply, _as_api_error(error))
+        except Exception as error:
+            log.error("request_failed", request_id=reply.request_id, exc_info=error)
+            await self._refuse(dialect, reply, internal_error())
+
+    # Who asks, and for what
+
+    async def _understand(
+        self, dialect: Dialect, scope: Scope, receive: Receive, request_id: str, at_ms: int
+    ) -> Request:
+        principal = await self._keyring.principal(bearer(header(scope, b"authorization")))
+        refuse_packed_body(scope)
+        call = dialect.parse(await read_body(scope, receive, self._max_body_bytes))
+        client = scope.get("client")
+        check_access(principal, call.model, client[0] if client else None, call.end_user, at_ms)
+        route = self._routes.get(call.model)
+        if route is None:
+            raise model_not_found(call.model)
+        speculation = choose_draft(
+            text_header(scope, b"x-speculative-decoding"),
+            text_header(scope, b"x-draft-model"),
+            model=call.model,
+            allowed=route.settings.drafts,
+            default=route.settings.default_draft,
+            key_drafts=principal.drafts,
+            route_default_mode=route.settings.speculative,
+        )
+        return Request(request_id, at_ms, dialect, call, principal, route, speculation, scope)
+
+    # May it run now, and who pays
+
+    async def _admit(self, request: Request, receive: Receive, reply: Reply) -> None:
+        call, principal = request.call, request.principal
+        sticky_key = request.route.sticky_key(principal.team_id, principal.key_id, call.end_user)
+        candidates = request.route.candidates(sticky_key, request.at_ms)
+        if not candidates:
+            raise no_deployment_available(call.model, request.route.rest_ms(request.at_ms))
+        ticket = await self._limiter.admit(principal, call.model, call.end_user, call.estimated_tokens)
+        try:
+            hold = await self._gate.hold(request.ask(candidates[0]))
+        except BaseException:
+            ticket.cancel()
+            raise
+        watch = Watch(receive, candidates[0].upstream.patience.total)
+        run = Run(request, hold, ticket, watch, reply)
+        try:
+            await self._forward(run, candidates)
+        except Refusal:
+            ticket.cancel()
+            raise
+        except Interrupted:  # the client has gone, and nothing was delivered
+            self._metrics.refused("client_gone")
+        finally:
+            watch.close()
+            ticket.release()
+            await hold.void("no answer")  # does nothing once it is settled
+
+    # Who answers
+
+    async def _forward(self, run: Run, candidates: list[Deployment]) -> None:
+        """Ask one deployment after the other until one begins to answer."""
+        failure: UpstreamFailed | None = None
+        for deployment in candidates:
+            run.deployment = deployment
+            run.attempts += 1
+            patience = deployment.upstream.patience
+            slot = self._admission.slot(deployment.name, run.request.principal.team_id)
+            run.watch.restart(patience.total)
+            try:
+                await _in_time(run, deployment, slot.acquire(), patience.total)
+                if run.request.call.streamed:
+                    await self._stream(run, deployment, patience)
+                else:
+                    await self._answer(run, deployment, patience)
+            except UpstreamFailed as error:
+                failure = error
+                deployment.fitness.failed(error.kind, now_ms(), error.pause_ms)
+                self._metrics.upstream_failed(deployment.name, error.kind)
+                if error.kind == "request":
+                    break
+            else:
+                deployment.fitness.succeeded()
+                return
+            finally:
+                slot.release()
+        assert failure is not None
+        run.ticket.correct(0)
+        raise failure.error
+
+    async def _send(self, run: Run, deployment: Deployment) -> Answer:
+        """The request as this deployment wants it. Returns a 2xx answer. Raises UpstreamFailed."""
+        request, upstream = run.request, deployment.upstream
+        body = forward_body(request.call, deployment.model, run.lowered_limit(), continuous_usage=upstream.is_backend)
+        headers = b"x-request-id: %b\r\n" % request.id.encode()
+        traceparent = header(request.scope, b"traceparent")
+        if traceparent is not None:
+            headers += b"traceparent: %b\r\n" % traceparent
+        speculation = request.speculation
+        run.draft_model = None
+        if deployment.speculates:
+            headers += b"x-speculative-decoding: %b\r\n" % speculation.mode.encode()
+            if speculation.draft is not None:
+                run.draft_model = speculation.draft
+                headers += b"x-draft-model: %b\r\n" % speculation.draft.encode()
+        answer = await upstream.post(request.dialect.upstream_path, body, headers)
+        if 200 <= answer.status < 300 and answer.status != 204:
+            return answer
+        try:
+            body = await read_all(answer, 2**20)
+        except ConnectionLost:
+            body = b""
+        raise failure_of(upstream.name, answer.status, answer.headers, body)
+
+    # The answer in one piece
+
+    async def _answer(self, run: Run, deployment: Deployment, patience: Patience) -> None:
+        request = run.request
+        body = await _in_time(run, deployment, self._whole(run, deployment), patience.total)
+        try:
+            plain = PlainAnswer(body, request.dialect.results)
+        except NoAnswer as error:
+            raise _broken(deployment, f"its answer is none: {error}") from error
+        told = plain.usage if request.dialect.generates else without_generation(plain.usage)
+        tokens = measured(
+            told,
+            prompt_tokens=lambda: estimated_prompt_tokens(request.call.fields),
+            generated_tokens=plain.estimated_tokens if request.dialect.generates else lambda: 0,
+            reason="no_usage",
+            absurd=plain.absurd,
+        )
+        receipt = await self._settle(run, "completed", tokens, told)
+        usage = shown(tokens, receipt, run.draft_model, generates=request.dialect.generates)
+        await run.reply.whole(200, plain.body(usage), [JSON, *self._headers(run, receipt, told)])
+
+    async def _whole(self, run: Run, deployment: Deployment) -> bytes:
+        answer = await self._send(run, deployment)
+        try:
+            return await read_all(answer)
+        except ConnectionLost as error:
+            raise _broken(deployment, str(error)) from error
+        except BaseException:
+            answer.close()
+            raise
+
+    # The answer as it comes
+
+    async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> None:
+        call = run.request.call
+        reader = StreamReader(call)
+        answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
+        relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
+        try:
+            await relay.open()
+            ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
+            await self._finish(run, ending, reader, relay)
+        except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first
+            await self._finish(run, Ending("broken", shutting_down()), reader, relay)
+            raise
+        finally:
+            relay.leave()
+
+    async def _finish(self, run: Run, ending: Ending, reader: StreamReader, relay: Relay) -> None:
+        """Settle what was delivered, then let the client see the end."""
+        request = run.request
+        told = reader.usage
+        if told is None and not reader.delivered_deltas and ending.how in ("gone", "broken"):
+            return await self._nothing(run, ending)
+        tokens = measured(
+            told,
+            prompt_tokens=lambda: estimated_prompt_tokens(request.call.fields),
+            generated_tokens=lambda: reader.delivered_deltas,
+            reason="no_usage" if ending.how == "done" else ending.how,
+            absurd=reader.absurd,
+        )
+        receipt = await self._settle(run, ending.status, tokens, told, relay.first_token_ns)
+        if ending.how == "gone":
+            return None
+        if ending.error is not None:
+            return await run.reply.end(request.dialect.error_event(ending.error))
+        tail = reader.cut_event(request.dialect.is_chat) if ending.how == "cut" else b""
+        if request.call.include_usage:
+            tail += reader.usage_event(shown(tokens, receipt, run.draft_model, generates=True))
+        return await run.reply.end(tail + DONE_EVENT)
+
+    async def _nothing(self, run: Run, ending: Ending) -> None:
+        """A stream that brought no token costs nothing."""
+        await run.hold.void(ending.how)
+        run.ticket.correct(0)
+        if ending.error is not None and run.reply.begun:
+            await run.reply.end(run.request.dialect.error_event(ending.error))
+
+    # What it cost
+
+    async def _settle(
+        self, run: Run, status: Status, tokens: Tokens, told: Counts | None, first_token_ns: int | None = None
+    ) -> Receipt:
+        deployment = run.deployment
+        assert deployment is not None
+        if told is not None:
+            run.draft_model = told.draft_model
+        price = deployment.price
+        outcome = Outcome(
+            status,
+            deployment.name,
+            run.draft_model,
+            tokens,
+            attempts=run.attempts,
+            provider_cost_usd_pico=0
+            if price is None
+            else price.cost(tokens.prompt_tokens, tokens.cached_tokens, tokens.generated_tokens),
+            latency_ms=run.reply.elapsed_ms(),
+            ttft_ms=None if first_token_ns is None else run.reply.elapsed_ms(first_token_ns),
+        )
+        receipt = await run.hold.settle(outcome)
+        run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)
+        self._metrics.settled(run.request.call.model, outcome, receipt)
+        return receipt
+
+    def _headers(self, run: Run, receipt: Receipt | None = None, told: Counts | None = None) -> Headers:
+        deployment = run.deployment
+        assert deployment is not None
+        headers = [
+            (b"x-tallygate-deployment", deployment.name.encode("latin-1", "replace")),
+            (b"x-tallygate-draft-model", (run.draft_model or "none").encode("latin-1", "replace")),
+        ]
+        headers += [(name.encode(), value.encode()) for name, value in run.ticket.headers().items()]
+        if receipt is not None:
+            headers.append((b"x-tallygate-cost-usd", format_amount(receipt.cost_usd_pico).encode()))
+            headers.append((b"x-tallygate-cost-cny", format_amount(receipt.cost_cny_pico).encode()))
+        rate = acceptance_rate(told) if told is not None else None
+        if rate is not None:
+            headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
+        return headers
+
+    async def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
+        self._metrics.refused(error.code or error.type)
+        if reply.begun:
+            await reply.end(dialect.error_event(error))
+        else:
+            await reply.whole(error.status, dialect.error_body(error), [JSON, *error.headers()])
+
+
+async def _in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], seconds: float) -> T:
+    """Raises UpstreamFailed when the time is over, Interrupted when the client has gone."""
+    try:
+        return await run.watch.wait(awaitable, "first_byte", seconds)
+    except Interrupted as error:
+        if error.reason == "client_gone":
+            raise
+        message = f"The upstream `{deployment.upstream.name}` did not answer in time."
+        raise UpstreamFailed("timeout", upstream_timeout(message)) from error
+
+
+def _broken(deployment: Deployment, what: str) -> UpstreamFailed:
+    return UpstreamFailed("broken", upstream_error(f"The upstream `{deployment.upstream.name}`: {what}."))
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case Refusal():
+            return from_refusal(error)
+        case LedgerError():
+            return from_ledger(error)
+        case _:
+            return internal_error()

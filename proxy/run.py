@@ -1,0 +1,92 @@
+"""A request that may pass, and a request that runs: the values that travel through the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ledger.gate import Ask, Hold, Spender
+from policies.access import Principal
+from policies.drafts import Speculation
+from policies.quotas import Ticket
+from proxy.asgi import Reply, Scope
+from proxy.openai.dialects import Dialect
+from proxy.openai.requests import Call
+from proxy.routing import Deployment, Route
+from proxy.watch import Watch
+
+DEFAULT_PLAIN_OUTPUT_TOKENS = 16_384
+"""Held for a plain answer when neither the client nor the configuration limits it."""
+DEFAULT_STREAM_OUTPUT_TOKENS = 1_000_000
+"""A stream is paid for as it grows; this only ends what never ends."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request that may pass: what is known of it before money is set aside."""
+
+    id: str
+    at_ms: int
+    dialect: Dialect
+    call: Call
+    principal: Principal
+    route: Route
+    speculation: Speculation
+    scope: Scope
+
+    @property
+    def output_limit(self) -> int:
+        """Per choice: what the client asked for, else the model's limit."""
+        default = DEFAULT_STREAM_OUTPUT_TOKENS if self.extends else DEFAULT_PLAIN_OUTPUT_TOKENS
+        known = self.route.settings.max_output_tokens or default
+        asked = self.call.max_output_tokens
+        return known if asked is None else min(asked, known)
+
+    @property
+    def extends(self) -> bool:
+        """Whether its hold grows with the answer; what cannot be cut while it runs is held whole."""
+        return self.call.streamed and self.call.choices == 1
+
+    @property
+    def prompt_tokens_bound(self) -> int:
+        context = self.route.settings.context_tokens
+        bound = self.call.prompt_tokens_bound
+        return bound if context is None else min(bound, context)
+
+    def ask(self, deployment: Deployment) -> Ask:
+        """What it may cost at most; `deployment` is the first that will be asked."""
+        call, principal = self.call, self.principal
+        spender = Spender(
+            principal.team_id, principal.key_id, call.end_user, principal.billing_currency, principal.timezone
+        )
+        return Ask(
+            self.id,
+            self.at_ms,
+            spender,
+            call.model,
+            self.prompt_tokens_bound,
+            self.output_limit * call.choices,
+            self.extends,
+            deployment.name,
+        )
+
+
+@dataclass(slots=True)
+class Run:
+    """One request that runs: its hold, its patience, and what became of it so far."""
+
+    request: Request
+    hold: Hold
+    ticket: Ticket
+    watch: Watch
+    reply: Reply
+    deployment: Deployment | None = None
+    attempts: int = 0
+    draft_model: str | None = None
+
+    def lowered_limit(self) -> int | None:
+        """The most tokens per choice to ask for, where the money covers fewer than the client would get; else None."""
+        request = self.request
+        choices = request.call.choices
+        if request.extends or self.hold.output_tokens >= request.output_limit * choices:
+            return None
+        return max(1, self.hold.output_tokens // choices)

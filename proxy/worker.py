@@ -1,0 +1,196 @@
+"""One gateway worker: its parts, opened in order, kept up to date, closed in reverse.
+
+A database that is away at the start is no reason to stay down: the worker comes up, answers 503 and says why, and opens
+as soon as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from ledger.database import Database
+from ledger.errors import LedgerError, LedgerUnavailable
+from ledger.gate import Gate
+from ledger.keys import KeyHasher
+from ledger.migrations import require_current
+from ledger.posting import Poster
+from policies.admission import Admission, Capacity
+from policies.counters.memory import MemoryCounters
+from policies.counters.redis import RedisCounters
+from policies.quotas import Limiter
+from proxy.auth import Keyring
+from proxy.catalogue import Catalogue
+from proxy.gateway import Gateway
+from proxy.metrics import Metrics
+from proxy.routing import build_routes, build_upstreams
+from proxy.secrets import key_secret
+from proxy.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+REFRESH_S = 0.25
+RETRY_S = 1.0
+STALE_S = 3.0
+"""How long the change feed may be silent before readiness calls the database degraded."""
+
+
+class Worker:
+    """`open` it, serve with it while `ready`, `close` it. slot: this worker's number on its host."""
+
+    def __init__(self, settings: Settings, slot: int, *, embed_poster: bool = False) -> None:
+        self.settings = settings
+        self.slot = slot
+        self.upstreams = build_upstreams(settings)
+        self.routes = build_routes(settings, self.upstreams)
+        workers = settings.server.workers
+        self.admission = Admission(
+            {name: Capacity(max(1, item.max_concurrency // workers)) for name, item in self.upstreams.items()}
+        )
+        counters = settings.storage.counters
+        self._counters = MemoryCounters() if counters == "memory" else RedisCounters(counters, workers=workers)
+        self.limiter = Limiter(self._counters, global_timezone=settings.billing.timezone)
+        self.metrics = Metrics(self._gauges)
+        self.catalogue = Catalogue(self.routes, self.upstreams)
+        self.db: Database | None = None
+        self.gate: Gate | None = None
+        self.keyring: Keyring | None = None
+        self.gateway: Gateway | None = None
+        self._embed_poster = embed_poster
+        self._failure: str | None = "starting"
+        self._refreshed_at = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop = asyncio.Event()
+
+    async def open(self) -> None:
+        """Open what can be opened; the rest is retried. Raises what an operator must decide (a damaged journal)."""
+        await self._counters.open()
+        await self._try_to_open()
+        self._start(self._tend())
+        self._start(self.catalogue.keep_current())
+
+    async def close(self) -> None:
+        """Wait for open requests, give back every lease, end the journal."""
+        self._stop.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.gate is not None:
+            await self.gate.close(patience_s=2.0)
+        if self._embed_poster and self.db is not None:
+            await Poster(self.db, self.settings.storage.journal_path).drain()
+        await self._counters.close()
+        for upstream in self.upstreams.values():
+            upstream.close()
+        if self.db is not None:
+            await self.db.close()
+
+    def database(self) -> Database:
+        """The open database. Raises LedgerUnavailable."""
+        if self.db is None:
+            raise LedgerUnavailable(self._failure or "the database is not open yet")
+        return self.db
+
+    def serving(self) -> Gateway:
+        """The open gateway. Raises LedgerUnavailable."""
+        if self.gateway is None:
+            raise LedgerUnavailable(self._failure or "this worker is still starting")
+        return self.gateway
+
+    def keys(self) -> Keyring:
+        """Raises LedgerUnavailable."""
+        if self.keyring is None:
+            raise LedgerUnavailable(self._failure or "this worker is still starting")
+        return self.keyring
+
+    def degraded(self) -> dict[str, list[str]]:
+        """What is not as it should be, by part; a part that is well has an empty list."""
+        database = [self._failure] if self._failure is not None else []
+        if self.gateway is not None and time.monotonic() - self._refreshed_at > STALE_S:
+            database.append("the database does not answer: changes of keys and prices are not seen")
+        return {
+            "database": database,
+            "counters": self.limiter.degraded(),
+            "journal": self.gate.degraded() if self.gate is not None else [],
+            "backend": self.catalogue.degraded(),
+        }
+
+    def can_serve(self) -> bool:
+        """Whether some request could be answered now."""
+        if self.gateway is None or self.gate is None or self.gate.journal.unhealthy() is not None:
+            return False
+        return self.catalogue.any_deployment_up()
+
+    async def _try_to_open(self) -> None:
+        settings = self.settings
+        try:
+            if self.db is None:
+                db = await Database.open(settings.storage.database)
+                try:
+                    await require_current(db)
+                except BaseException:
+                    await db.close()
+                    raise
+                self.db = db
+            self.gate = await Gate.open(self.db, settings.storage.journal_path, self.slot)
+        except LedgerUnavailable as error:
+            self._failure = str(error)
+            log.warning("not_open_yet", reason=str(error))
+            return
+        self.keyring = Keyring(self.db, KeyHasher(key_secret(settings)))
+        await self._refresh()
+        self.gateway = Gateway(
+            keyring=self.keyring,
+            routes=self.routes,
+            limiter=self.limiter,
+            admission=self.admission,
+            gate=self.gate,
+            metrics=self.metrics,
+            max_body_bytes=settings.server.max_body_mb * 2**20,
+        )
+        self._failure = None
+        if self._embed_poster:
+            self._start(Poster(self.db, settings.storage.journal_path).run(self._stop))
+
+    async def _tend(self) -> None:
+        while True:
+            if self.gateway is None:
+                await asyncio.sleep(RETRY_S)
+                await self._try_to_open()
+            else:
+                await asyncio.sleep(REFRESH_S)
+                await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Follow the change feed: keys here, money in the gate."""
+        assert self.keyring is not None
+        assert self.gate is not None
+        try:
+            await self.keyring.refresh()
+            await self.gate.refresh()
+            self._refreshed_at = time.monotonic()
+        except LedgerError as error:
+            log.warning("refresh_failed", reason=str(error))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
+
+    def _gauges(self) -> dict[str, float]:
+        gauges: dict[str, float] = {"ready": float(self.can_serve())}
+        for part, reasons in self.degraded().items():
+            gauges[f"degraded_{part}"] = float(bool(reasons))
+        return gauges
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        error = task.exception()
+        if error is not None:
+            log.error("background_task_failed", exc_info=error)
