@@ -3,6 +3,7 @@ from __future__ import annotations
 from sqlalchemy import select
 
 from ledger.schema import rollups, transfers
+from ledger.verify import verify
 from tests.ledger_flow.material import MODEL, House, price, run, used
 
 
@@ -59,3 +60,20 @@ async def test_rows_transfers_and_rollups_say_the_same(house: House) -> None:
     assert {row.destination for row in moved} == {f"revenue:{MODEL}"}
     assert sum(int(row.cost_usd_pico) for row in summed) == total
     assert sum(row.requests for row in summed) == 20
+
+
+async def test_the_proof_holds_beside_a_live_gate_and_counts_what_is_not_posted(house: House) -> None:
+    gate = await house.gate()
+    for _ in range(5):
+        await run(gate, house.ask())
+    await house.post()
+    for _ in range(3):
+        await run(gate, house.ask())
+    report = await verify(house.db, house.journal_dir)
+    assert report.first_difference is None
+    assert report.unposted == 3
+    await gate.close()
+    await house.post()
+    report = await verify(house.db, house.journal_dir)
+    assert (report.ok, report.unposted) == (True, 0)
+    assert next(check for check in report.checks if check.name == "usage").counted == 8
