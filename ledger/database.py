@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +97,8 @@ class Database:
                 try:
                     yield c
                 except BaseException:
-                    await transaction.rollback()
+                    with suppress(DBAPIError, OSError):  # the connection is gone, and the transaction with it
+                        await transaction.rollback()
                     raise
                 try:
                     await transaction.commit()
@@ -172,6 +173,7 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
         "foreign_keys=ON",
         "temp_store=MEMORY",
         "cache_size=-16000",
+        "journal_size_limit=67108864",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
@@ -187,6 +189,7 @@ def _postgresql_engine(url: URL, pool_size: int) -> AsyncEngine:
         "application_name": "tallygate",
         "lock_timeout": str(BUSY_TIMEOUT_MS),
         "idle_in_transaction_session_timeout": "60000",
+        "synchronous_commit": "on",
         "jit": "off",
         "timezone": "UTC",
     }

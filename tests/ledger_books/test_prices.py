@@ -10,7 +10,6 @@ from sqlalchemy import insert, text
 from sqlalchemy.exc import DBAPIError
 
 from ledger.audit import By
-from ledger.billing import METERS as BILLING_METERS
 from ledger.database import Database
 from ledger.errors import Conflict, Invalid, PriceNotFound
 from ledger.money import FxRate, format_amount
@@ -29,6 +28,7 @@ from ledger.prices import (
 from ledger.publishing import LEAD_MS, MAX_PRICE_PICO, Quote, publish_fx, publish_prices, requote, seed, verify_versions
 from ledger.records import Usage
 from ledger.schema import teams
+from ledger.statements import METERS as STATEMENT_METERS
 from tests.ledger_books.conftest import NOW_MS
 
 DEEPSEEK = Quote.parse("deepseek-v3.2", input="0.28", cache_read="0.028", output="0.42")
@@ -69,8 +69,8 @@ def test_meters_partition_the_tokens(uncached: int, read: int, write: int, text_
     assert Meters(2, 3, 5, 7, 11).cost(usage) == 2 * uncached + 3 * read + 5 * write + 7 * text_ + 11 * reasoning
 
 
-def test_meters_are_in_the_order_that_billing_uses() -> None:
-    assert METERS == BILLING_METERS
+def test_meters_are_in_the_order_of_the_statement() -> None:
+    assert METERS == STATEMENT_METERS
 
 
 async def test_cache_and_reasoning_prices_default_to_plain_input_and_output(seeded: Database) -> None:

@@ -266,3 +266,31 @@ async def test_pages_neither_skip_nor_repeat_while_rows_are_added(db: Database, 
 
 def _references(items: Sequence[TopUp]) -> set[str]:
     return {item.reference for item in items}
+
+
+async def test_a_limit_moved_beside_running_takes_never_lets_more_be_taken_than_the_highest_limit(
+    db: Database, team: Team, by: By
+) -> None:
+    """Takes are what leases do: one conditional UPDATE. Limits go up and down meanwhile."""
+    line = accounts.c.id == credit_line_id("acme")
+    free = accounts.c.target_pico - accounts.c.debits_pico - accounts.c.leased_pico
+    taken = 0
+
+    async def take() -> None:
+        nonlocal taken
+        for _ in range(6):
+            async with db.begin() as c:
+                more = update(accounts).where(line, free >= 7).values(leased_pico=accounts.c.leased_pico + 7)
+                count = (await c.execute(more)).rowcount
+            taken += 7 * count
+
+    async def move() -> None:
+        for limit in (100, 20, 150, 0, 90):
+            async with db.begin() as c:
+                await update_team(c, by, "acme", TeamChange(credit_limit_pico=limit))
+
+    await asyncio.gather(move(), *(take() for _ in range(6)))
+    async with db.read() as c:
+        account = await get_account(c, credit_line_id("acme"))
+    assert account.leased_pico == taken <= 150
+    assert (account.target_pico, account.credits_pico) == (90, max(90, taken))
