@@ -108,6 +108,17 @@ class Engine:
         sequence.finish("cancelled")
         return sequence.take_update()
 
+    def fail_all(self, message: str) -> list[Update]:
+        """End every running request with an error, free its slot and forget what the slot held."""
+        updates = []
+        for sequence in list(self.scheduler.running):
+            assert sequence.slot is not None
+            self.target.cache.truncate(sequence.slot, 0)
+            self.scheduler.remove(sequence)
+            sequence.finish("error")
+            updates.append(sequence.take_update(message))
+        return updates
+
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """One round. Returns what it added to each request; empty when there was nothing to do."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from backend.bundled import bundled_target
-from backend.errors import WeightsNotFound
+from backend.bundled import WEIGHTS, bundled_target
+from backend.errors import DraftNotSupported, WeightsNotFound
+
+if TYPE_CHECKING:
+    import torch
+
+    from backend.text import Tokenizer
+
+BUNDLED_DRAFT = Path(__file__).parent / "demo" / "draft"
 
 
 def resolve_weights(name: str, data_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Path:
@@ -39,3 +48,90 @@ def _from_hub(name: str, progress: Callable[[str], None]) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
         raise WeightsNotFound(f"{name} is not in the hub cache and could not be downloaded: {error}") from error
+
+
+def weights_label(name: str) -> str:
+    """What people are told about where answers really come from."""
+    return f"{WEIGHTS} (bundled)" if name == "demo" else name
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a usable GPU, else the CPU."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise WeightsNotFound("no usable CUDA device: choose --device cpu, or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware computes in it, else float32."""
+    import torch
+
+    if name == "auto":
+        fast = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        name = "bfloat16" if fast else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers causal language model in evaluation mode.
+
+    Raises WeightsNotFound when the directory is damaged or incomplete: nothing is filled in at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=dtype, output_loading_info=True, local_files_only=True
+        )
+    except Exception as error:  # damaged files raise whatever their parser raises
+        raise WeightsNotFound(f"{directory} cannot be read as a language model: {error}") from error
+    missing = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
+    if missing:
+        raise WeightsNotFound(f"{directory} is incomplete: no weights for {', '.join(missing[:3])}; fetch it again")
+    return model.to(device).eval()
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Raises WeightsNotFound when the directory holds no usable tokenizer."""
+    from transformers import AutoTokenizer
+
+    from backend.text import Tokenizer
+
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
+    except Exception as error:
+        raise WeightsNotFound(f"{directory} holds no usable tokenizer: {error}") from error
+
+
+def stop_tokens_of(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, and those that the model's generation settings name."""
+    stops = {tokenizer.eos_token} if tokenizer.eos_token is not None else set()
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.is_file():
+            found = json.loads(file.read_text()).get("eos_token_id")
+            stops.update(found if isinstance(found, list) else [found])
+    return frozenset(token for token in stops if isinstance(token, int))
+
+
+def common_vocabulary(target: dict[str, int], draft: dict[str, int], draft_name: str) -> int:
+    """How many token ids mean the same in both vocabularies, from 0 on; padding at the end of either is ignored.
+
+    Raises DraftNotSupported at the first id that means something else.
+    """
+    theirs = {token: piece for piece, token in draft.items()}
+    ours = {token: piece for piece, token in target.items()}
+    width = min(max(ours), max(theirs)) + 1
+    for token in range(width):
+        if ours.get(token) != theirs.get(token):
+            raise DraftNotSupported(
+                f"the draft {draft_name} has another tokenizer than the target: token {token} is "
+                f"{theirs.get(token)!r} there and {ours.get(token)!r} in the target; choose a draft of the same family"
+            )
+    return width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -64,6 +64,7 @@ class Update:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     generated_tokens: int
+    stats: SpeculationStats
     finish_reason: FinishReason | None
     error: str | None = None
 
@@ -141,7 +142,8 @@ class Sequence:
             start, _, entry = self._pending.pop(0)
             if not (self.text.stopped and start >= end):  # trimmed with the text it stands for
                 ready.append(entry)
-        return Update(self, text, tuple(ready), self.generated_tokens, self.finish_reason, error)
+        stats = replace(self.stats)
+        return Update(self, text, tuple(ready), self.generated_tokens, stats, self.finish_reason, error)
 
 
 class AcceptanceTracker:

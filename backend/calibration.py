@@ -1,0 +1,62 @@
+"""How long a forward pass takes here, by the number of packed tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from backend.adaptive import StepCosts
+from backend.attention import Segment
+from backend.model import PackedModel
+
+_CONTEXT = 96  # tokens before the measured ones: about where short chats are
+_BUDGET_S = 2.0  # a busy machine measures fewer sizes less often, and starts in time all the same
+_REPEATS = 4
+
+
+def measure_steps(model: PackedModel, sizes: list[int], columns: int | None = None) -> StepCosts:
+    """Seconds per pass, logits included, for each size; a size is spread over as many slots as it fills.
+
+    Uses the slots' memory, and leaves them empty. columns: width of the logits that are used, None for all.
+    """
+    started = time.perf_counter()
+    points: dict[int, float] = {}
+    wanted = sorted(set(sizes))
+    ordered = [wanted[0], wanted[-1], *wanted[1:-1]] if len(wanted) > 1 else wanted
+    for repeat in range(_REPEATS):
+        for size in ordered:
+            if time.perf_counter() - started > _BUDGET_S and len(points) >= 2:
+                break
+            seconds = _seconds(model, size, columns, warm=repeat == 0)
+            points[size] = min(seconds, points.get(size, seconds))
+    for slot in range(model.cache.slots):
+        model.cache.truncate(slot, 0)
+    if len(points) == 1:
+        (size, seconds), *_ = points.items()
+        points[size + 1] = seconds
+    return StepCosts.measured(points)
+
+
+def _seconds(model: PackedModel, size: int, columns: int | None, *, warm: bool) -> float:
+    rows = min(size, model.cache.slots)
+    counts = [size // rows + (row < size % rows) for row in range(rows)]
+    start = min(_CONTEXT, model.cache.capacity - max(counts))
+    segments = [Segment(slot, start, count) for slot, count in enumerate(counts)]
+    tokens = [1 + i % 7 for i in range(size)]
+
+    def once() -> None:
+        logits = model.logits(model.forward(tokens, segments))
+        logits[:, :columns].argmax(-1).tolist()
+
+    if warm:
+        once()
+    return _timed(once)
+
+
+@torch.inference_mode()
+def _timed(act: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started

@@ -1,0 +1,143 @@
+"""From command-line settings to a running engine: load, check, calibrate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from backend.adaptive import LengthPolicy, StepCosts
+from backend.calibration import measure_steps
+from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
+from backend.engine import Engine
+from backend.errors import WeightsNotFound
+from backend.loading import (
+    BUNDLED_DRAFT,
+    choose_device,
+    choose_dtype,
+    common_vocabulary,
+    load_model,
+    load_tokenizer,
+    resolve_weights,
+    stop_tokens_of,
+    weights_label,
+)
+from backend.model import PackedModel
+from backend.text import Tokenizer
+
+_log = structlog.get_logger("backend.service")
+_TARGET_SIZES = [1, 2, 3, 4, 5, 8, 16, 24, 40, 72]
+_DRAFT_ROWS = [1, 2, 4, 8]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `python -m backend` was asked for. drafts: name → weights, `ngram`, or `ngram+weights`."""
+
+    target: str
+    drafts: Mapping[str, str]
+    served_models: tuple[str, ...]
+    data_dir: Path
+    max_batch: int = 8
+    device: str = "auto"
+    dtype: str = "auto"
+    context: int | None = None
+    queue_limit: int = 256
+    chunk_tokens: int = 256
+    draft_length: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A loaded engine and what people are told about it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    weights: str
+    drafts: Mapping[str, str]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.engine.target.vocabulary
+
+    @property
+    def context_tokens(self) -> int:
+        return self.engine.target.cache.capacity
+
+
+def load_service(settings: Settings, progress: Callable[[str], None]) -> Service:
+    """Load the target and the drafts, and measure their steps. Raises BackendError with what to do next."""
+    import torch
+
+    started = time.monotonic()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    progress("loading the target")
+    directory = resolve_weights(settings.target, settings.data_dir, progress)
+    model = load_model(directory, dtype, device)
+    tokenizer = load_tokenizer(directory)
+    longest = int(getattr(model.config, "max_position_embeddings", 4096))
+    capacity = min(settings.context or min(longest, 8192), longest)
+    target = PackedModel(model, slots=settings.max_batch, capacity=capacity)
+    progress("loading the drafts")
+    loader = _DraftLoader(settings, target, tokenizer)
+    drafts = {name: loader.load(name, spec) for name, spec in settings.drafts.items()}
+    progress("measuring step times")
+    policy = LengthPolicy(_target_costs(target, settings, bool(drafts)), fixed=settings.draft_length)
+    engine = Engine(
+        target,
+        tokenizer.decode,
+        drafts,
+        policy=policy,
+        queue_limit=settings.queue_limit,
+        chunk_tokens=settings.chunk_tokens,
+    )
+    labels = {name: draft.weights for name, draft in drafts.items()}
+    _log.info("engine_ready", weights=settings.target, drafts=labels, seconds=round(time.monotonic() - started, 1))
+    return Service(engine, tokenizer, stop_tokens_of(directory, tokenizer), weights_label(settings.target), labels)
+
+
+def _target_costs(target: PackedModel, settings: Settings, speculative: bool) -> StepCosts:
+    if not speculative or settings.draft_length is not None:
+        return StepCosts()
+    return measure_steps(target, [size for size in _TARGET_SIZES if size <= settings.max_batch * 9])
+
+
+class _DraftLoader:
+    """Loads each distinct draft once; several names may share one."""
+
+    def __init__(self, settings: Settings, target: PackedModel, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        self._target = target
+        self._tokenizer = tokenizer
+        self._loaded: dict[str, ModelDraft] = {}
+
+    def load(self, name: str, spec: str) -> Draft:
+        if spec == "ngram" or (spec == "demo" and not BUNDLED_DRAFT.is_dir()):
+            return NgramDraft()
+        if spec.startswith("ngram+"):
+            return NgramThenModelDraft(self._model(name, spec.removeprefix("ngram+")))
+        return self._model(name, spec)
+
+    def _model(self, name: str, spec: str) -> ModelDraft:
+        if spec not in self._loaded:
+            if spec == "demo":
+                raise WeightsNotFound(f"the bundled draft at {BUNDLED_DRAFT} cannot be read by this version")
+            directory = resolve_weights(spec, self._settings.data_dir)
+            model = load_model(directory, self._target.dtype, self._target.device)
+            theirs = load_tokenizer(directory)
+            width = common_vocabulary(self._tokenizer.vocabulary, theirs.vocabulary, name)
+            packed = PackedModel(model, slots=self._settings.max_batch, capacity=self._target.cache.capacity)
+            width = min(width, packed.vocabulary, self._target.vocabulary)
+            draft = ModelDraft(packed, spec, width)
+            rows = [rows for rows in _DRAFT_ROWS if rows <= self._settings.max_batch]
+            draft.calibrate(measure_steps(packed, rows, width))
+            self._loaded[spec] = draft
+        return self._loaded[spec]
