@@ -51,10 +51,12 @@ class House:
     currency: Currency = "USD"
     gates: list[Gate] = field(default_factory=list)
 
-    async def furnish(self, balance_pico: int = 10 * USD, currency: Currency = "USD") -> None:
+    async def furnish(
+        self, balance_pico: int = 10 * USD, currency: Currency = "USD", at_ms: int | None = None
+    ) -> None:
         self.currency = currency
         async with self.db.begin() as c:
-            by = By("test", now_ms() - 120_000)
+            by = By("test", at_ms or now_ms() - 120_000)
             quote = Quote.parse(MODEL, input="0.28", output="0.42", cache_read="0.028")
             await seed(c, by, [quote], FxRate.parse("USD", "CNY", "7.3"))
             team = await create_team(c, by, "team", billing_currency=currency, timezone="Asia/Shanghai")
@@ -62,6 +64,16 @@ class House:
             self.team_id, self.key_id = team.id, key.key.id
             if balance_pico:
                 await top_up(c, by, team.id, balance_pico, currency=currency, reference="first")
+
+    async def furnish_another(self, name: str, currency: Currency, balance_pico: int) -> None:
+        """A further team with a key; from now on `ask` is for it."""
+        self.currency = currency
+        by = By("test", now_ms())
+        async with self.db.begin() as c:
+            team = await create_team(c, by, name, billing_currency=currency, timezone="Asia/Shanghai")
+            key = await create_key(c, by, KeyHasher(b"0123456789abcdef"), team.id)
+            await top_up(c, by, team.id, balance_pico, currency=currency, reference=name)
+        self.team_id, self.key_id = team.id, key.key.id
 
     async def top_up(self, amount_pico: int) -> None:
         async with self.db.begin() as c:
@@ -103,6 +115,11 @@ class House:
     async def account(self, kind: str = "prepaid") -> Any:
         async with self.db.read() as c:
             return (await c.execute(select(accounts).where(accounts.c.kind == kind))).one()
+
+    async def account_of(self, team_id: str, kind: str = "prepaid") -> Any:
+        async with self.db.read() as c:
+            where = (accounts.c.kind == kind, accounts.c.team_id == team_id)
+            return (await c.execute(select(accounts).where(*where))).one()
 
     async def rows(self) -> list[Any]:
         async with self.db.read() as c:
