@@ -137,7 +137,12 @@ class MemoryCounters:
         assert rule.calendar is not None
         start, end = rule.calendar.bounds(self.wall_ms())
         state = self._calendars.get(rule.key)
-        return (start, 0) if state is None else settle_window(state[1], state[0], start, end)
+        if state is None:
+            return start, 0
+        start, used = settle_window(state[1], state[0], start, end)
+        if start < state[1]:  # moved back: that must last, whatever is decided now
+            state[1] = start
+        return start, used
 
     def _wait_ms(self, rule: Rule, over: int, cost: int) -> int | None:
         if cost > rule.limit:
@@ -161,6 +166,7 @@ class MemoryCounters:
             if change < 0:
                 change = -refundable(-change, grant.levels[i], grant.marks[i], now, rule.limit)
             after = max(0, before + change)
+            grant.levels[i] += change
             self._buckets[rule.key] = [after, now]
         else:
             state = self._calendars.get(rule.key)

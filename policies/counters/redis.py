@@ -254,6 +254,7 @@ class RedisCounters:
         words: list[Word] = [rule.key for rule in rules]
         for i, units in changes:
             level_after = -1 if grant.local is not None else grant.levels[i]
+            grant.levels[i] = max(0, grant.levels[i] + units)
             words += self._correction(grant.rules[i], units, level_after, grant.marks[i], grant.member)
         self._watch_later(link.send("EVALSHA", self._scripts.adjust.sha, len(rules), *words), rules)
 

@@ -69,6 +69,7 @@ for i = 1, #KEYS do
         level = 0
       elseif ends ~= 0 and stored > ends then
         level = used
+        keep_calendar(KEYS[i], used, start, ends)
       else
         level, mark = used, stored
       end
