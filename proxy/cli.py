@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from proxy.commands import configuration, keys, prices, quotas, roles, serve, teams, tokens
+from proxy.commands import configuration, finance, keys, prices, quotas, roles, serve, teams, tokens
 
 EXAMPLE = "Example: tallygate "
 
@@ -36,6 +36,8 @@ def build_cli() -> typer.Typer:
     app.command("topup", epilog=EXAMPLE + "topup 100 --team demo --reference bank-2026-0001")(teams.topup)
     app.command("grant", epilog=EXAMPLE + "grant 5 --team demo --reference welcome --expires 2027-01-01")(teams.grant)
     app.command("balance", epilog=EXAMPLE + "balance --team demo")(teams.balance)
+    app.add_typer(finance.invoice, name="invoice")
+    app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
     app.add_typer(tokens.admin_token, name="admin-token")
     app.command("audit", epilog=EXAMPLE + "audit --team team_demo --limit 20")(tokens.audit)
     app.add_typer(prices.price, name="price")

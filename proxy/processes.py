@@ -97,6 +97,10 @@ class Child:
                 self.start()
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def leave_ended(self) -> None:
+        """Whatever ends from now on stays ended: everything is about to stop."""
+        self._stopping.set()
+
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after `grace_s`. False when it had to be killed."""
         self._stopping.set()

@@ -22,6 +22,8 @@ from proxy.processes import Child, Role, describe_exit
 from proxy.settings import Settings
 
 STOP_WITHIN_S = 9.5
+NOTICE_WITHIN_S = 5.0
+"""How long gateways may take to notice that the backend is there."""
 _GATEWAY_SHARE_S = 7.0
 _POSTER_SHARE_S = 1.8
 _BACKEND_SHARE_S = 0.7
@@ -172,11 +174,18 @@ class Supervisor:
 
     async def _ready(self, progress: Say) -> None:
         host, port = self.plan.address
+        gateway = f"http://{_bracketed(host)}:{port}"
         progress("starting the gateway")
-        while (await get_json(f"http://{_bracketed(host)}:{port}/health/live"))[0] != 200:  # noqa: ASYNC110
+        while (await get_json(f"{gateway}/health/live"))[0] != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         if self._backend is None:
             return
+        await self._backend_ready(progress)
+        until = time.monotonic() + NOTICE_WITHIN_S
+        while (await get_json(f"{gateway}/health/ready"))[0] != 200 and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+    async def _backend_ready(self, progress: Say) -> None:
         root = (self.plan.backend_url or "").removesuffix("/v1")
         progress("starting the backend")
         while True:
@@ -199,6 +208,8 @@ class Supervisor:
         def left(seconds: float, kept_for_later: float = 0.0) -> float:
             return max(0.1, min(seconds * share, deadline - time.monotonic() - kept_for_later * share))
 
+        for child in self.children:
+            child.leave_ended()
         later = _POSTER_SHARE_S + _BACKEND_SHARE_S
         await asyncio.gather(*(gateway.stop(left(_GATEWAY_SHARE_S, later)) for gateway in self._gateways))
         await asyncio.gather(

@@ -92,8 +92,10 @@ class Endpoint:
     body: Any = None
     body_optional: bool = False
     status: int = 200
+    only_reads: bool = False
+    """A POST that changes nothing: no write transaction, no stored answer."""
     media_types: tuple[str, ...] = field(default=("application/json",))
 
     @property
     def writes(self) -> bool:
-        return self.method != "GET"
+        return self.method != "GET" and not self.only_reads

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -14,6 +15,7 @@ from proxy.openai.errors import ApiError, invalid
 MAX_BODY_BYTES = 1024 * 1024
 
 _AT = re.compile(r" - at `([^`]*)`$")
+_REGEX = re.compile(r" matching regex .*$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 
@@ -60,20 +62,37 @@ def describe(error: msgspec.ValidationError, kind: Any, noun: str) -> ApiError:
     text = str(error)
     place = _AT.search(text)
     path = "" if place is None else place[1].removeprefix("$").removeprefix(".")
-    reason = _AT.sub("", text)
+    reason = _REGEX.sub("", _AT.sub("", text))
     for pattern, word in ((_UNKNOWN, "unknown"), (_MISSING, "missing")):
         found = pattern.match(reason)
         if found:
             name = f"{path}.{found[1]}" if path else found[1]
             allowed = _allowed(kind) if word == "unknown" and "." not in path else ""
             return invalid(f"{word} {noun} `{name}`{allowed}", name)
-    reason = reason.replace("`", "")
+    reason = reason.replace("`", "") + _hint(kind, path)
     return invalid(f"{path}: {reason}" if path else reason, path or None)
 
 
-def _allowed(kind: Any) -> str:
+def _fields(kind: Any) -> dict[str, Any]:
+    """Name → type of the fields of a struct, or of the structs in a list."""
     if get_origin(kind) is list:
         kind = kind.__args__[0]
     if not (isinstance(kind, type) and issubclass(kind, Strict)):
-        return ""
-    return "; allowed: " + ", ".join(item.encode_name for item in msgspec.structs.fields(kind))
+        return {}
+    return {item.encode_name: item.type for item in msgspec.structs.fields(kind)}
+
+
+def _allowed(kind: Any) -> str:
+    return "; allowed: " + ", ".join(_fields(kind)) if _fields(kind) else ""
+
+
+def _hint(kind: Any, path: str) -> str:
+    """What may stand there: the choices, or how it is written."""
+    wanted = _fields(kind).get(re.sub(r"^\[[^\]]*\]\.", "", path))
+    for option in get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,):
+        if get_origin(option) is Literal:
+            return "; use " + ", ".join(map(str, get_args(option)))
+        for meta in getattr(option, "__metadata__", ()):
+            if getattr(meta, "description", None):
+                return f"; write {meta.description}"
+    return ""

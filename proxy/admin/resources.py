@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, invoices, keys, prices, quotas, teams, tokens
+from proxy.admin import audit, invoices, keys, prices, proof, quotas, teams, tokens
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -11,6 +11,7 @@ ENDPOINTS: list[Endpoint] = [
     *quotas.ENDPOINTS,
     *prices.ENDPOINTS,
     *invoices.ENDPOINTS,
+    *proof.ENDPOINTS,
     *audit.ENDPOINTS,
     *tokens.ENDPOINTS,
 ]

@@ -155,6 +155,7 @@ COMMANDS = [
     *("serve", "gateway", "poster", "backend", "migrate", "topup", "grant", "balance", "audit", "config check"),
     *("team create", "team list", "team show", "team set", "quota set", "quota list"),
     *("key create", "key list", "key rotate", "key block", "key unblock", "key delete"),
+    *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void", "verify"),
     *("price publish", "price list", "fx set", "fx list"),
     *("admin-token create", "admin-token list", "admin-token revoke"),
 ]

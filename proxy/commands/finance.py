@@ -1,0 +1,177 @@
+"""`tallygate invoice …`, `verify`: documents and the proof behind them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from proxy.commands.options import (
+    HERE,
+    ConfigOption,
+    CursorOption,
+    DataDirOption,
+    Fail,
+    JsonOption,
+    LimitOption,
+    ReasonOption,
+    act,
+    ledger_of,
+    print_json,
+    print_listing,
+    print_record,
+    print_table,
+    progress,
+    run,
+    say,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from ledger.verify import Report
+    from proxy.settings import Settings
+
+invoice = typer.Typer(no_args_is_help=True, help="Invoices: drafts, finalized ones, and documents of both.")
+
+FORMATS = ("csv", "json", "xlsx", "pdf", "focus")
+INVOICE_COLUMNS = ("number", "id", "team_id", "month", "kind", "state", "billed", "currency")
+MonthOption = Annotated[str, typer.Option(help="YYYY-MM, in the team's time zone.")]
+TeamOption = Annotated[str, typer.Option(help="The team's id or name.")]
+InvoiceArgument = Annotated[str, typer.Argument(metavar="INVOICE_ID", help="The invoice's id.")]
+
+
+@invoice.command("export", epilog="Example: tallygate invoice export --team demo --month 2026-11 --format xlsx")
+def export(
+    team: TeamOption,
+    month: MonthOption,
+    format: Annotated[str, typer.Option(help=", ".join(FORMATS))] = "csv",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; - for standard output.")] = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Write a month's invoice, or its draft while it is not finalized, to a file."""
+    from proxy.admin import invoices
+
+    query = _checked(invoices.ExportQuery, {"team": team, "month": month, "format": format})
+    document = act(settings_of(config, data_dir), invoices.export, query=query)
+    if output is not None and str(output) == "-":
+        sys.stdout.buffer.write(document.content)
+        return
+    path = output or Path(document.filename)
+    try:
+        path.write_bytes(document.content)
+    except OSError as error:
+        raise Fail(f"cannot write {path}: {error.strerror}; name another file with --output", 2) from None
+    if json_:
+        print_json({"file": str(path), "bytes": len(document.content), "media_type": document.media_type})
+    else:
+        say(f"wrote {path} ({len(document.content)} bytes)")
+
+
+@invoice.command("list", epilog="Example: tallygate invoice list --team demo")
+def list_(
+    team: Annotated[str | None, typer.Option(help="Only this team's.")] = None,
+    limit: LimitOption = 100,
+    cursor: CursorOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """List finalized, paid and void invoices."""
+    from proxy.admin import invoices
+
+    query = invoices.InvoiceFilter(team=team, limit=limit, cursor=cursor)
+    found = act(settings_of(config, data_dir), invoices.list_, query=query)
+    print_listing(found, INVOICE_COLUMNS, json_, "none yet: tallygate invoice finalize --team TEAM --month YYYY-MM")
+
+
+@invoice.command("finalize", epilog="Example: tallygate invoice finalize --team demo --month 2026-10")
+def finalize(
+    team: TeamOption,
+    month: MonthOption,
+    reason: ReasonOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Number and freeze a month that is over. Again: the same invoice."""
+    from proxy.admin import invoices
+
+    body = _checked(invoices.NewInvoice, {"team_id": team, "month": month})
+    print_record(act(settings_of(config, data_dir), invoices.create, body=body, reason=reason, writes=True), json_)
+
+
+@invoice.command("pay", epilog="Example: tallygate invoice pay inv_0jdz…")
+def pay(
+    invoice: InvoiceArgument,
+    reason: ReasonOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Mark a finalized invoice as paid."""
+    from proxy.admin import invoices
+
+    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    print_record(act(settings, invoices.pay, reason=reason, writes=True, path=path), json_)
+
+
+@invoice.command("void", epilog='Example: tallygate invoice void inv_0jdz… --reason "wrong title"')
+def void(
+    invoice: InvoiceArgument,
+    reason: ReasonOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Void a finalized invoice; its number stays used."""
+    from proxy.admin import invoices
+
+    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    print_record(act(settings, invoices.void, reason=reason, writes=True, path=path), json_)
+
+
+def verify(
+    month: Annotated[str | None, typer.Option(help="Only this billing month, YYYY-MM.")] = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Prove that usage, transfers, balances, journals and invoices agree; exit code 1 names the first difference."""
+    from proxy.admin.proof import Proof
+
+    body = _checked(Proof, {"month": month})
+    report = run(_verify(settings_of(config, data_dir), body.month))
+    if json_:
+        print_json(report)
+    else:
+        rows = [("ok" if check.ok else "WRONG", check.name, check.counted, check.difference) for check in report.checks]
+        print_table(("", "check", "counted", "first difference"), rows, "")
+        if report.unposted:
+            say(f"{report.unposted} settled requests are journalled and not yet posted")
+    if not report.ok:
+        if not json_:
+            say(f"first difference: {report.first_difference}")
+        raise typer.Exit(1)
+
+
+async def _verify(settings: Settings, month: str | None) -> Report:
+    from ledger.verify import verify
+
+    async with ledger_of(settings) as db, progress("verifying") as step:
+        return await verify(db, settings.storage.journal_path, month, progress=step)
+
+
+def _checked(kind: Any, fields: dict[str, Any]) -> Any:
+    """The fields as an input of the admin API. Raises Fail with its complaint."""
+    import msgspec
+
+    from proxy.admin.input import describe
+
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise Fail(describe(error, kind, "option").message, 2) from None
