@@ -51,9 +51,7 @@ class House:
     currency: Currency = "USD"
     gates: list[Gate] = field(default_factory=list)
 
-    async def furnish(
-        self, balance_pico: int = 10 * USD, currency: Currency = "USD", at_ms: int | None = None
-    ) -> None:
+    async def furnish(self, balance_pico: int = 10 * USD, currency: Currency = "USD", at_ms: int | None = None) -> None:
         self.currency = currency
         async with self.db.begin() as c:
             by = By("test", at_ms or now_ms() - 120_000)
