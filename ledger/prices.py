@@ -183,8 +183,17 @@ async def items_of(c: AsyncConnection, version_id: str) -> list[PriceItem]:
     """All prices of a version, sorted by scope, model and meter."""
     columns = [price_items.c[name] for name in PriceItem.__struct_fields__]
     rows = await c.execute(select(*columns).where(price_items.c.version_id == version_id))
-    items = [PriceItem(**{**row._mapping, "fx_exact": bool(row.fx_exact)}) for row in rows]
-    return sorted(items, key=lambda item: (item.scope, item.model, item.meter))
+    return sorted(map(_item, rows), key=lambda item: (item.scope, item.model, item.meter))
+
+
+async def list_items(
+    c: AsyncConnection, version_id: str, *, cursor: str | None = None, limit: int = 100
+) -> Page[PriceItem]:
+    """The prices of a version in pages, by scope, model and meter."""
+    columns = [price_items.c[name] for name in PriceItem.__struct_fields__]
+    query = select(*columns).where(price_items.c.version_id == version_id)
+    key = [price_items.c.scope, price_items.c.model, price_items.c.meter]
+    return await page(c, query, key, _item, cursor=cursor, limit=limit)
 
 
 async def get_version(c: AsyncConnection, version_id: str) -> PriceVersion:
@@ -229,6 +238,10 @@ def _versions() -> Select[Any]:
 
 def _version(row: Any) -> PriceVersion:
     return PriceVersion(**row._mapping)
+
+
+def _item(row: Any) -> PriceItem:
+    return PriceItem(**{**row._mapping, "fx_exact": bool(row.fx_exact)})
 
 
 def _fx(row: Any) -> PublishedFx:

@@ -1,4 +1,4 @@
-"""Money that comes in: top-ups (paid) and grants (given, with an expiry). Each is booked twice, and only once."""
+"""Money that comes in and goes back: top-ups (paid), grants (given, with an expiry), refunds. Each is booked once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
-from ledger.accounts import credit, open_grant, prepaid_id
+from ledger.accounts import credit, get_account, open_grant, prepaid_id
 from ledger.audit import By
 from ledger.errors import Conflict, Invalid
 from ledger.ids import new_id
-from ledger.money import Currency
+from ledger.money import Currency, format_amount
 from ledger.paging import Page, page
 from ledger.periods import period_of
 from ledger.schema import accounts, topups, transfers
@@ -97,7 +97,7 @@ async def grant(
     _check(team, amount_pico, currency, reference)
     if expires_at_ms <= by.at_ms:
         raise Invalid("a grant must expire in the future", "expires_at")
-    account_id = f"grant:{team_id}:{sha256(reference.encode()).hexdigest()[:16]}"
+    account_id = f"grant:{team_id}:{_short(reference)}"
     row = (await c.execute(select(accounts).where(accounts.c.id == account_id))).one_or_none()
     if row is not None:
         if (row.credits_pico, row.expires_at_ms) == (amount_pico, expires_at_ms):
@@ -108,6 +108,37 @@ async def grant(
     after = {"amount_pico": amount_pico, "currency": currency, "expires_at_ms": expires_at_ms}
     await audit.record(c, by, "grant.create", "account", account_id, team_id=team_id, after=after)
     return account_id
+
+
+async def refund(
+    c: AsyncConnection, by: By, team_id: str, amount_pico: int, *, currency: Currency, reference: str
+) -> str:
+    """Pays back from the prepaid account what is neither spent nor held; returns the transfer's id.
+
+    `reference` is unique within the team; the same refund again gives the first result. Raises as `top_up`, and
+    Conflict when less than that is free: nothing is paid back in part.
+    """
+    await audit.lock(c)
+    team = await get_team(c, team_id)
+    _check(team, amount_pico, currency, reference)
+    transfer_id = f"refund:{team_id}:{_short(reference)}"
+    row = (await c.execute(select(transfers.c.amount_pico).where(transfers.c.id == transfer_id))).one_or_none()
+    if row is not None:
+        if row.amount_pico == amount_pico:
+            return transfer_id
+        raise Conflict(f"the reference {reference!r} already stands for another refund")
+    account_id = prepaid_id(team_id)
+    free = accounts.c.credits_pico - accounts.c.debits_pico - accounts.c.leased_pico
+    debit = update(accounts).where(accounts.c.id == account_id, free >= amount_pico)
+    if not (await c.execute(debit.values(debits_pico=accounts.c.debits_pico + amount_pico))).rowcount:
+        left = (await get_account(c, account_id)).free_pico
+        raise Conflict(
+            f"only {format_amount(left)} {currency} of team {team_id!r} is free now, the rest is spent or held"
+        )
+    await _book(c, by, team, "refund", transfer_id, account_id, "clearing:manual", amount_pico, reference)
+    after = {"amount_pico": amount_pico, "currency": currency, "reference": reference}
+    await audit.record(c, by, "refund.pay", "account", account_id, team_id=team_id, after=after)
+    return transfer_id
 
 
 async def expire_grants(c: AsyncConnection, by: By, *, limit: int = 1_000) -> int:
@@ -153,6 +184,10 @@ def _same(first: TopUp, team_id: str, amount_pico: int, currency: str) -> TopUp:
     if (first.team_id, first.amount_pico, first.currency) == (team_id, amount_pico, currency):
         return first
     raise Conflict(f"the reference {first.reference!r} already stands for another payment ({first.id})")
+
+
+def _short(reference: str) -> str:
+    return sha256(reference.encode()).hexdigest()[:16]
 
 
 async def _book(

@@ -18,6 +18,8 @@ from ledger.schema import metadata
 
 REVISIONS = ("0001", "0002")
 """All revisions in order, oldest first; the last one is what this release works with."""
+APPEND_ONLY = ("audit", "fx_rates", "price_versions", "price_items")
+"""Tables whose rows triggers keep from being changed or deleted."""
 VERSIONS_DIR = Path(__file__).parent / "versions"
 _LOCK = 0x7A11_6A7E  # advisory lock of PostgreSQL: one migration at a time
 
@@ -51,12 +53,12 @@ async def migrate_database(db: Database, revisions: Sequence[str] = REVISIONS, v
             await _check_known(c, found, revisions)
             await c.run_sync(_upgrade, revisions[-1], versions)
         if tuple(revisions) == REVISIONS:
-            _check_complete(await _columns(c))
+            _check_complete(await _columns(c), await _rules(c))
     return revisions[-1]
 
 
 async def require_current(db: Database) -> None:
-    """Raises NotMigrated unless the schema is exactly that of this release, to the last column."""
+    """Raises NotMigrated unless the schema is that of this release, to the last column, constraint and trigger."""
     async with db.read() as c:
         found = await _columns(c)
         if not metadata.tables.keys() & found.keys():
@@ -70,7 +72,7 @@ async def require_current(db: Database) -> None:
                 f"the database is at revision {revision}, this release needs {REVISIONS[-1]}: back it up, then run "
                 "`tallygate migrate`"
             )
-        _check_complete(found)
+        _check_complete(found, await _rules(c))
 
 
 def _upgrade(connection: Connection, revision: str, versions: Path) -> None:
@@ -120,13 +122,32 @@ async def _check_known(c: AsyncConnection, found: dict[str, set[str]], revisions
         )
 
 
-def _check_complete(found: dict[str, set[str]]) -> None:
+async def _rules(c: AsyncConnection) -> str:
+    """The names of the constraints and triggers that are there, each followed by a space."""
+    if c.dialect.name == "sqlite":
+        query = "SELECT replace(sql, char(10), ' ') FROM sqlite_master WHERE sql IS NOT NULL"
+    else:
+        here = "n.oid = c.connamespace AND n.nspname = current_schema()"
+        query = (
+            f"SELECT conname FROM pg_constraint c JOIN pg_namespace n ON {here} UNION ALL "
+            "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
+        )
+    return " ".join((await c.execute(text(query))).scalars()) + " "
+
+
+def _check_complete(found: dict[str, set[str]], rules: str) -> None:
     for name, table in metadata.tables.items():
         missing = {column.name for column in table.columns} - found.get(name, set())
         if name not in found:
             raise NotMigrated(_half_migrated(f"table {name} is missing"))
         if missing:
             raise NotMigrated(_half_migrated(f"table {name} lacks {', '.join(sorted(missing))}"))
+        for constraint in table.constraints:
+            if f"{constraint.name} " not in rules:
+                raise NotMigrated(_half_migrated(f"table {name} lacks the constraint {constraint.name}"))
+    for name in APPEND_ONLY:
+        if f"{name}_append_only" not in rules:
+            raise NotMigrated(_half_migrated(f"table {name} could be changed: its trigger is missing"))
 
 
 def _half_migrated(what: str) -> str:

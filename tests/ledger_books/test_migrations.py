@@ -92,6 +92,19 @@ async def test_a_half_migrated_database_is_refused(db: Database, damage: str, me
         await migrate_database(db)
 
 
+async def test_a_database_restored_without_its_constraints_or_triggers_is_refused(ledger_postgres_url: str) -> None:
+    db = await Database.open(ledger_postgres_url)
+    async with db.begin() as c:
+        await c.execute(text("DROP TRIGGER audit_append_only ON audit"))
+    with pytest.raises(NotMigrated, match="audit could be changed"):
+        await require_current(db)
+    async with db.begin() as c:
+        await c.execute(text("ALTER TABLE accounts DROP CONSTRAINT ck_accounts_never_overspent"))
+    with pytest.raises(NotMigrated, match="accounts lacks the constraint ck_accounts_never_overspent"):
+        await require_current(db)
+    await db.close()
+
+
 async def test_a_failing_step_leaves_the_database_as_it_was(empty: Database, tmp_path: Path) -> None:
     versions = tmp_path / "versions"
     versions.mkdir()

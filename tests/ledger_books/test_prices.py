@@ -22,6 +22,7 @@ from ledger.prices import (
     items_of,
     latest_version,
     list_fx,
+    list_items,
     list_versions,
     pinned,
 )
@@ -258,3 +259,17 @@ async def test_a_book_leaves_out_versions_that_ended_more_than_a_day_ago(seeded:
     assert prices.pin("deepseek-v3.2", much_later, "any").version_id == "pv_2"
     with pytest.raises(PriceNotFound):
         prices.pin("deepseek-v3.2", NOW_MS, "any")
+
+
+async def test_the_prices_of_a_version_are_listed_in_pages(seeded: Database) -> None:
+    found: list[PriceItem] = []
+    cursor = None
+    async with seeded.read() as c:
+        while True:
+            some = await list_items(c, "pv_1", cursor=cursor, limit=2)
+            found += some.items
+            cursor = some.next_cursor
+            if cursor is None:
+                break
+        assert found == await items_of(c, "pv_1")
+    assert len(found) == len(METERS)

@@ -14,7 +14,7 @@ from ledger.errors import Conflict, Invalid, NotFound
 from ledger.money import MAX_SQL_PICO, parse_amount
 from ledger.schema import accounts, topups, transfers
 from ledger.teams import Team, TeamChange, create_team, find_team, get_team, list_teams, update_team
-from ledger.topups import TopUp, expire_grants, grant, list_topups, top_up
+from ledger.topups import TopUp, expire_grants, grant, list_topups, refund, top_up
 from tests.ledger_books.conftest import NOW_MS
 
 TEN = parse_amount("10")
@@ -294,3 +294,23 @@ async def test_a_limit_moved_beside_running_takes_never_lets_more_be_taken_than_
         account = await get_account(c, credit_line_id("acme"))
     assert account.leased_pico == taken <= 150
     assert (account.target_pico, account.credits_pico) == (90, max(90, taken))
+
+
+async def test_a_refund_pays_back_only_what_is_neither_spent_nor_held_and_once(
+    db: Database, team: Team, by: By
+) -> None:
+    async def pay_back(amount_pico: int, reference: str) -> str:
+        async with db.begin() as c:
+            return await refund(c, by, "acme", amount_pico, currency="CNY", reference=reference)
+
+    await pay(db, by, "bank-1")
+    await spend(db, prepaid_id("acme"), TEN // 5, TEN // 5)
+    with pytest.raises(Conflict, match="only 6 CNY"):
+        await pay_back(TEN, "back-1")
+    assert await pay_back(TEN // 2, "back-1") == await pay_back(TEN // 2, "back-1")
+    with pytest.raises(Conflict, match="another refund"):
+        await pay_back(TEN // 10, "back-1")
+    async with db.read() as c:
+        assert (await balance(c, "acme", NOW_MS)).available_pico == TEN // 10
+        [moved] = (await c.execute(select(transfers).where(transfers.c.kind == "refund"))).all()
+    assert (moved.source, moved.destination, moved.amount_pico) == (prepaid_id("acme"), "clearing:manual", TEN // 2)
