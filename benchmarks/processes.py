@@ -1,0 +1,100 @@
+"""Start, pin and measure the processes of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+GATEWAY_CORE, LOAD_CORE = 0, 1
+
+
+def pin_here(core: int) -> None:
+    """Pin this process, where the machine has more than one core."""
+    if (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(0, {core})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Process:
+    """A Python process on one core, stopped when the block ends. `ready` is the port that it answers on."""
+
+    def __init__(self, arguments: Sequence[str], core: int, log: Path, ready: int | None = None) -> None:
+        self.arguments = [sys.executable, *arguments]
+        self.core = core
+        self.log = log
+        self.ready = ready
+        self.ready_s = 0.0
+
+    def __enter__(self) -> Self:
+        started = time.perf_counter()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.arguments, stdout=log, stderr=log, preexec_fn=lambda: pin_here(self.core)
+            )
+        while self.ready is not None and not answers(self.ready):
+            if self.process.poll() is not None or time.perf_counter() - started > 60:
+                raise RuntimeError(f"{' '.join(self.arguments)} did not start:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        self.ready_s = time.perf_counter() - started
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def memory_mb(self) -> float:
+        """Resident memory now, in MB; 0 where /proc is not there."""
+        return self._status("VmRSS:")
+
+    def peak_memory_mb(self) -> float:
+        return self._status("VmHWM:")
+
+    def cpu_s(self) -> float:
+        """User and system seconds so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _status(self, name: str) -> float:
+        try:
+            lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        except OSError:
+            return 0.0
+        return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(name)), 0.0)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def fdatasync_ms(folder: Path, times: int = 50) -> float:
+    """The median time that this disk takes to make 4 kB durable, in milliseconds."""
+    taken = []
+    file = os.open(folder / "fdatasync-probe", os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        for _ in range(times):
+            os.pwrite(file, b"x" * 4096, 0)
+            started = time.perf_counter()
+            os.fdatasync(file)
+            taken.append(time.perf_counter() - started)
+    finally:
+        os.close(file)
+        (folder / "fdatasync-probe").unlink()
+    return round(sorted(taken)[len(taken) // 2] * 1000, 3)

@@ -1,0 +1,117 @@
+"""What is measured side by side: the upstream itself, the bare forward, and TallyGate with everything on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, Process, free_port
+from proxy.preflight import check_directories
+from proxy.seeding import prepare
+from proxy.settings import load_settings
+
+MODEL = "bench"
+PRICE = {"currency": "USD", "input": "0.28", "cache_read": "0.028", "output": "0.42"}
+
+
+@dataclass(slots=True)
+class Subject:
+    """Something that answers on `port`; `process` is what is charged for it, `verify` proves its ledger."""
+
+    name: str
+    port: int
+    key: str
+    process: Process
+    facts: dict[str, Any] = field(default_factory=dict)
+    commands: Commands | None = None
+
+
+class Commands:
+    """`tallygate …` on one configuration and data directory."""
+
+    def __init__(self, folder: Path, config: Path) -> None:
+        self.options = ["--config", str(config), "--data-dir", str(folder)]
+
+    def json(self, *arguments: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "proxy.cli", *arguments, *self.options, "--json"], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"tallygate {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return json.loads(done.stdout)
+
+
+@contextmanager
+def upstream(folder: Path, *options: str) -> Iterator[Subject]:
+    port = free_port()
+    arguments = ["-m", "benchmarks.upstream", "--port", str(port), *options]
+    with Process(arguments, LOAD_CORE, folder / "upstream.log", port) as process:
+        yield Subject("direct", port, "none", process)
+
+
+@contextmanager
+def floor(folder: Path, upstream_port: int) -> Iterator[Subject]:
+    port = free_port()
+    arguments = ["-m", "benchmarks.floor", "--port", str(port), "--upstream", f"http://127.0.0.1:{upstream_port}/v1"]
+    with Process(arguments, GATEWAY_CORE, folder / "floor.log", port) as process:
+        yield Subject("floor", port, "none", process)
+
+
+@contextmanager
+def tallygate(
+    folder: Path,
+    upstream_port: int,
+    *,
+    name: str,
+    database: str | None = None,
+    counters: str = "memory",
+    poster_core: int = LOAD_CORE,
+) -> Iterator[Subject]:
+    """A gateway worker and its poster: a key, three limits, a balance and two budgets, the journal synced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "tallygate.yaml"
+    config.write_text(yaml.safe_dump(_configuration(upstream_port, database, counters)))
+    commands = Commands(folder, config)
+    settings = load_settings(config, folder)
+    check_directories(settings)
+    asyncio.run(prepare(settings))
+    key = _furnish(commands)
+    port = free_port()
+    gateway = ["-m", "proxy.cli", "gateway", "--port", str(port), *commands.options]
+    poster = ["-m", "proxy.cli", "poster", *commands.options]
+    with ExitStack() as stack:
+        worker = stack.enter_context(Process(gateway, GATEWAY_CORE, folder / "gateway.log", port))
+        facts: dict[str, Any] = {"ready_s": round(worker.ready_s, 2), "memory_mb": round(worker.memory_mb())}
+        stack.enter_context(Process(poster, poster_core, folder / "poster.log"))
+        yield Subject(name, port, key, worker, facts, commands)
+
+
+def _configuration(upstream_port: int, database: str | None, counters: str) -> dict[str, Any]:
+    storage = {"counters": counters, **({"database": database} if database else {})}
+    return {
+        "storage": storage,
+        "admin_token": "benchmark-admin-token-0123456789",
+        "upstreams": {"provider": {"base_url": f"http://127.0.0.1:{upstream_port}/v1", "max_concurrency": 2_000}},
+        "models": {MODEL: {"deployments": [{"to": "provider"}], "price": PRICE}},
+    }
+
+
+def _furnish(commands: Commands) -> str:
+    """Everything on: requests and tokens a minute, concurrency, a balance, a budget for the team and for the key."""
+    team = commands.json("team", "create", "bench")["id"]
+    commands.json("topup", "1000000", "--team", team, "--reference", "bench")
+    key = commands.json("key", "create", "--team", team)
+    commands.json("quota", "set", "--team", team, "spend/month=500000USD", "concurrency=100000")
+    limits = ("requests/minute=100000000", "tokens/minute=100000000000", "spend/month=400000USD")
+    commands.json("quota", "set", "--key", key["id"], *limits)
+    secret: str = key["key"]
+    return secret
