@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
 
 from ledger.errors import Invalid, LedgerUnavailable
 
@@ -43,11 +43,18 @@ class Database:
         self._one_writer = asyncio.Lock()
 
     @classmethod
-    async def open(cls, url: str, *, pool_size: int = 5) -> Database:
-        """Connects once to be sure. Raises Invalid for a URL of no known kind, LedgerUnavailable if nobody answers."""
+    async def open(cls, url: str, *, pool_size: int = 5, command_timeout_s: float | None = None) -> Database:
+        """Connects once to be sure. Raises Invalid for a URL of no known kind, LedgerUnavailable if nobody answers.
+
+        command_timeout_s: how long PostgreSQL may take for one statement before it counts as unavailable, so that a
+        frozen server does not freeze us. Give one wherever somebody waits; None suits long reports.
+        """
         parsed = async_url(url)
         dialect: Dialect = "sqlite" if parsed.drivername.startswith("sqlite") else "postgresql"
-        engine = _sqlite_engine(parsed, pool_size) if dialect == "sqlite" else _postgresql_engine(parsed, pool_size)
+        if dialect == "sqlite":
+            engine = _sqlite_engine(parsed, pool_size)
+        else:
+            engine = _postgresql_engine(parsed, pool_size, command_timeout_s)
         db = cls(engine, dialect)
         try:
             async with db.read():
@@ -96,13 +103,13 @@ class Database:
                 transaction = await c.begin()
                 try:
                     yield c
-                except BaseException:
-                    with suppress(DBAPIError, OSError):  # the connection is gone, and the transaction with it
-                        await transaction.rollback()
+                except BaseException as error:
+                    await self._abandon(c, transaction, error)
                     raise
                 try:
                     await transaction.commit()
                 except (DBAPIError, OSError) as error:
+                    await self._abandon(c, transaction, error)
                     if is_connection_failure(error) and engine is self.engine:
                         raise CommitUnknown(_one_line("the database went away during COMMIT", error)) from error
                     raise
@@ -112,6 +119,15 @@ class Database:
             if is_connection_failure(error):
                 raise LedgerUnavailable(_one_line("the database is not available", error)) from error
             raise
+
+    async def _abandon(self, c: AsyncConnection, transaction: AsyncTransaction, error: BaseException) -> None:
+        """Rolls back. Where a statement of PostgreSQL was cut short the connection is dropped instead, because a server
+        that is frozen would let us wait for its answer to ROLLBACK."""
+        with suppress(DBAPIError, OSError):
+            if self.dialect == "postgresql" and isinstance(error, (asyncio.CancelledError, TimeoutError)):
+                await c.invalidate()
+            else:
+                await transaction.rollback()
 
 
 async def driver(c: AsyncConnection) -> Any:
@@ -184,7 +200,7 @@ def _begin_sqlite(connection: Any) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def _postgresql_engine(url: URL, pool_size: int) -> AsyncEngine:
+def _postgresql_engine(url: URL, pool_size: int, command_timeout_s: float | None) -> AsyncEngine:
     settings = {
         "application_name": "tallygate",
         "lock_timeout": str(BUSY_TIMEOUT_MS),
@@ -199,7 +215,11 @@ def _postgresql_engine(url: URL, pool_size: int) -> AsyncEngine:
         max_overflow=0,
         pool_pre_ping=True,
         pool_timeout=BUSY_TIMEOUT_MS / 1000,
-        connect_args={"timeout": CONNECT_TIMEOUT_S, "server_settings": settings},
+        connect_args={
+            "timeout": min(CONNECT_TIMEOUT_S, command_timeout_s or CONNECT_TIMEOUT_S),
+            "command_timeout": command_timeout_s,
+            "server_settings": settings,
+        },
     )
 
 

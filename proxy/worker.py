@@ -130,7 +130,7 @@ class Worker:
         settings = self.settings
         try:
             if self.db is None:
-                db = await Database.open(settings.storage.database)
+                db = await Database.open(settings.storage.database, command_timeout_s=5)
                 try:
                     await require_current(db)
                 except BaseException:

@@ -186,6 +186,43 @@ async def test_a_connection_cut_during_the_transaction_or_its_commit_tells_which
     await db.close()
 
 
+async def test_a_frozen_server_is_unavailable_after_the_time_out_and_nothing_waits_longer(
+    postgres_server: Callable[..., Postgres],
+) -> None:
+    server = postgres_server()
+    await migrate(server.url())
+    db = await Database.open(server.url(), pool_size=2, command_timeout_s=0.5)
+
+    async def write(statements_after_the_freeze: int) -> None:
+        async with db.begin() as c:
+            await c.execute(text(COUNTER))
+            server.freeze()
+            for _ in range(statements_after_the_freeze):
+                await c.execute(text("SELECT 1"))
+
+    for statements, expected in ((1, LedgerUnavailable), (0, CommitUnknown)):
+        async with asyncio.timeout(5):
+            with pytest.raises(expected):
+                await write(statements)
+        server.thaw()
+    async with db.begin() as c:
+        await c.execute(text("DELETE FROM counters"))
+    server.freeze()
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            with pytest.raises(LedgerUnavailable):
+                await value(db)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await value(db)
+    server.thaw()
+    async with db.begin() as c:
+        await c.execute(text(COUNTER))
+    assert await value(db) == 0
+    async with asyncio.timeout(5):
+        await db.close()
+
+
 def test_the_gateway_does_not_pay_for_alembic() -> None:
     modules = "ledger.audit ledger.prices ledger.budgets ledger.keys ledger.topups ledger.migrations ledger.partitions"
     program = f"import sys, {', '.join(modules.split())}; sys.exit('alembic' in sys.modules)"
