@@ -158,7 +158,7 @@ class Relay:
         piece = self.reader.read(rest + b"\n\n") if rest.strip() else None
         if piece is not None and piece.done:
             return self._set(Ending("done"))
-        if piece is not None and piece.read and piece.error is None:
+        if piece is not None and (piece.tokens or piece.finishes or piece.usage is not None):
             self.reader.accept(piece)
             if piece.out and reply.begun:
                 await self._write(reply, piece.out)

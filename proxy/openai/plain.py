@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy.openai.requests import BYTES_PER_ESTIMATED_TOKEN, Fields
+from proxy.openai.requests import BYTES_PER_BILLED_TOKEN, Fields
 from proxy.openai.usage import AbsurdUsage, Counts, read_usage
 
 _NULL = frozenset({b"", b"null"})
@@ -41,8 +41,12 @@ class PlainAnswer:
                 self.absurd = usage
 
     def estimated_tokens(self) -> int:
-        """A guess at what was generated, for upstreams that do not say: a token per four bytes of text."""
-        return -(-_text_bytes(msgspec.json.decode(self._fields[self._results])) // BYTES_PER_ESTIMATED_TOKEN)
+        """A cautious guess at what was generated, for upstreams that do not say: a token per six bytes of text."""
+        try:
+            text = _text_bytes(msgspec.json.decode(self._fields[self._results]))
+        except (msgspec.MsgspecError, RecursionError):
+            return 0
+        return -(-text // BYTES_PER_BILLED_TOKEN)
 
     def body(self, usage: bytes) -> bytes:
         """The answer with this usage object."""

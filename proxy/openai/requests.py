@@ -20,6 +20,9 @@ Fields = dict[str, Raw]
 MAX_CHOICES = 128
 MAX_END_USER_CHARS = 512
 BYTES_PER_ESTIMATED_TOKEN = 4
+"""For limits: about what English has."""
+BYTES_PER_BILLED_TOKEN = 6
+"""For bills, where an upstream does not say: more than most texts have, so that nobody pays for more than was used."""
 _TEMPLATE_TOKENS = 32
 """Room for what a chat template adds around a message: role names, separators, a default system prompt."""
 _MEDIA_TOKENS = 4_096
@@ -201,12 +204,15 @@ def prompt_tokens_bound(body: bytes, parts: int) -> int:
 
 
 def estimated_prompt_tokens(fields: Fields) -> int:
-    """A guess for upstreams that report nothing: a token per four bytes of text, at least one."""
+    """A cautious guess for upstreams that report nothing: a token per six bytes of text, at least one."""
     text = 0
     for name in ("messages", "prompt", "input"):
         if name in fields:
-            text += _text_bytes(msgspec.json.decode(fields[name]))
-    return max(1, text // BYTES_PER_ESTIMATED_TOKEN)
+            try:
+                text += _text_bytes(msgspec.json.decode(fields[name]))
+            except (msgspec.MsgspecError, RecursionError):
+                continue
+    return max(1, text // BYTES_PER_BILLED_TOKEN)
 
 
 def _text_bytes(value: Any) -> int:
@@ -214,7 +220,7 @@ def _text_bytes(value: Any) -> int:
         case str():
             return 0 if value.startswith("data:") else len(value.encode(errors="replace"))
         case int():
-            return BYTES_PER_ESTIMATED_TOKEN  # a prompt of token ids
+            return BYTES_PER_BILLED_TOKEN  # a prompt of token ids
         case list():
             return sum(map(_text_bytes, value))
         case dict():

@@ -1,0 +1,107 @@
+"""Clients that hang up, early and late: the generation stops, and what was produced is billed, no more and no less."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.proxy.serving import Gateway
+from tests.services import wait_until
+from tests.upstream.process import FakeUpstream
+
+MESSAGES = [{"role": "user", "content": "hi there"}]
+
+
+async def read_some(gateway: Gateway, model: str, tokens: int) -> tuple[str, int, float]:
+    """Read so many tokens of a stream and hang up: (request id, tokens read, when)."""
+    body = {"model": model, "messages": MESSAGES, "stream": True}
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with (
+        httpx.AsyncClient(timeout=20) as http,
+        http.stream("POST", f"{gateway.base_url}/chat/completions", json=body, headers=headers) as answer,
+    ):
+        seen = 0
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                seen += bool(choices and choices[0]["delta"].get("content"))
+            if seen >= tokens:
+                break
+        request_id = answer.headers["x-request-id"]
+    return request_id, seen, time.time()
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3.2@fifty-chunks", "m@fifty-chunks"])
+async def test_a_hangup_at_any_chunk_bills_between_what_was_delivered_and_produced(
+    gateway: Gateway, upstream: FakeUpstream, model: str
+) -> None:
+    for tokens in (1, 2, 7, 19, 33, 49):
+        request_id, delivered, _ = await read_some(gateway, model, tokens)
+        row = await asyncio.to_thread(gateway.row, request_id)
+        entry = await asyncio.to_thread(upstream.entry, request_id)
+        assert delivered <= row["generated_tokens"] <= entry["produced_tokens"]
+        assert row["billed_tokens"] == row["prompt_tokens"] + row["generated_tokens"]
+        assert row["prompt_tokens"] == entry["prompt_tokens"]
+        assert not row["estimated"]
+        assert row["status"] == ("completed" if row["generated_tokens"] == 50 else "cancelled")
+
+
+async def test_a_hangup_stops_the_generation_within_100_ms(gateway: Gateway, upstream: FakeUpstream) -> None:
+    for _ in range(3):
+        request_id, _, hung_up = await read_some(gateway, "m@slow-chunks", 5)
+        entry = await asyncio.to_thread(upstream.entry, request_id)
+        assert entry["outcome"] == "client_gone"
+        assert entry["ended"] - hung_up < 0.1
+        row = await asyncio.to_thread(gateway.row, request_id)
+        assert (row["status"], bool(row["estimated"])) == ("cancelled", True)
+        assert 5 <= row["generated_tokens"] <= entry["produced_tokens"]
+
+
+async def test_a_client_that_leaves_before_a_plain_answer_stops_it_and_pays_nothing(
+    gateway: Gateway, upstream: FakeUpstream
+) -> None:
+    async with httpx.AsyncClient(timeout=0.3) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(
+                f"{gateway.base_url}/chat/completions",
+                json={"model": "m@hang", "messages": MESSAGES},
+                headers={"authorization": f"Bearer {gateway.key}"},
+            )
+    hung_up = time.time()
+    (entry,) = await asyncio.to_thread(upstream.wait_for_entries, 1)
+    assert entry["outcome"] in ("client_gone", "hang")
+    assert entry["ended"] - hung_up < 0.1
+    worker = gateway.app.state.worker
+    await asyncio.to_thread(wait_until, lambda: worker.gate._open_holds == 0, 5)
+    assert await asyncio.to_thread(gateway.rows, entry["id"]) == []
+
+
+def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpstream, tmp_path: Any) -> None:
+    from tests.proxy.serving import PRICE, configuration
+
+    model = {"deployments": [{"to": "legacy", "model": "gpt-4@endless"}], "price": PRICE}
+    gateway = Gateway(tmp_path, configuration({"legacy": upstream.base_url}, endless=model))
+    with (
+        gateway,
+        gateway.http() as http,
+        http.stream(
+            "POST", "/chat/completions", json={"model": "endless", "messages": MESSAGES, "stream": True}
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+        gateway._server.should_exit = True
+        rest = [line for line in lines if line.startswith("data: {")]
+        assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"
+        request_id = answer.headers["x-request-id"]
+    row = gateway.row(request_id)
+    delivered = sum(bool(json.loads(line[6:]).get("choices")) for line in rest)
+    assert row["status"] == "failed"
+    assert row["generated_tokens"] >= delivered
+    assert upstream.entry(request_id)["outcome"] == "client_gone"
