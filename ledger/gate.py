@@ -237,7 +237,8 @@ class Gate:
         try:
             return await self.draw_slowly(plan, ask.prompt_tokens_bound, tokens)
         except BaseException:
-            self._release_claim(ask)
+            if ask.idempotency_key is not None:
+                await self._release_claim(ask)
             raise
 
     async def _make_plan(self, ask: Ask) -> Plan:
@@ -267,20 +268,13 @@ class Gate:
             self.leases.failed()
             raise
 
-    def _release_claim(self, ask: Ask) -> None:
+    async def _release_claim(self, ask: Ask) -> None:
         """The request does not begin after all; the poster frees its key."""
-        if ask.idempotency_key is not None:
-            spender = ask.spender
-            self.journal.append(
-                Void(
-                    ask.request_id,
-                    self.clock(),
-                    "refused",
-                    idempotency_key=ask.idempotency_key,
-                    team_id=spender.team_id,
-                    key_id=spender.key_id,
-                )
-            )
+        team_id, key_id = ask.spender.team_id, ask.spender.key_id
+        now = self.clock()
+        await self.journal.append_durable(
+            Void(ask.request_id, now, "refused", None, ask.idempotency_key, team_id, key_id)
+        )
 
     def _insufficient(self, plan: Plan, prompt_tokens: int) -> InsufficientQuota:
         usd, cny = prompt_tokens * plan.prompt_usd, prompt_tokens * plan.prompt_cny

@@ -210,16 +210,19 @@ class Hold:
         ask = self.ask
         self._plan.give_back(self._parts, self._held_usd, self._held_cny)
         self._gate.ended(self)
-        self._gate.journal.append(
-            Void(
-                ask.request_id,
-                self._gate.clock(),
-                reason,
-                idempotency_key=ask.idempotency_key,
-                team_id=ask.spender.team_id,
-                key_id=ask.spender.key_id,
-            )
+        spender = ask.spender
+        void = Void(
+            ask.request_id,
+            self._gate.clock(),
+            reason,
+            idempotency_key=ask.idempotency_key,
+            team_id=spender.team_id,
+            key_id=spender.key_id,
         )
+        if ask.idempotency_key is None:
+            self._gate.journal.append(void)
+        else:  # the poster frees the key, and it reads what is durable
+            await self._gate.journal.append_durable(void)
 
     def charges_held(self) -> list[Charge]:
         """What is held where, for the INTENT: funding accounts in the order in which they pay, then budgets."""

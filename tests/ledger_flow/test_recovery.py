@@ -1,0 +1,282 @@
+"""A worker dies at any point; the next one on its slot finishes what it left, and the leases return."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+
+from ledger.audit import By
+from ledger.errors import (
+    AlreadyAnswered,
+    Conflict,
+    IdempotencyInProgress,
+    IdempotencyMismatch,
+    InsufficientQuota,
+    LedgerUnavailable,
+)
+from ledger.journal import list_epochs
+from ledger.quotas import Scope
+from ledger.recovery import declare_lost
+from ledger.verify import verify
+from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
+from tests.ledger_flow.test_holds import proven
+
+
+async def test_an_orphan_that_delivered_is_settled_as_estimated_for_what_was_delivered(either: House) -> None:
+    gate = await either.gate()
+    hold = await gate.hold(either.ask(prompt=100, output=2_000, streamed=True))
+    hold.progress(90, 300)
+    hold.progress(90, 400)
+    await gate.journal.flush()
+    crash(either, gate)
+    await either.gate()
+    await either.post()
+    (row,) = await either.rows()
+    assert (row.status, row.estimated, row.estimate_reason) == ("crashed", 1, "crash")
+    assert (row.prompt_tokens, row.generated_tokens, row.billed_tokens) == (90, 300, 390)
+    assert row.cost_usd_pico == price(90, 300)
+    await proven(either)
+
+
+async def test_an_orphan_that_delivered_nothing_is_voided_and_its_money_returns(either: House) -> None:
+    gate = await either.gate()
+    await gate.hold(either.ask())
+    await gate.journal.flush()
+    crash(either, gate)
+    assert await either.leased() > 0
+    await either.post()
+    assert await either.leased() > 0  # no evidence yet
+    await either.gate()
+    await either.post()
+    assert await either.rows() == []
+    await proven(either)
+
+
+async def test_settled_before_the_crash_is_posted_once_and_never_again(either: House) -> None:
+    gate = await either.gate()
+    for _ in range(3):
+        await run(gate, either.ask())
+    await either.post()
+    for _ in range(2):
+        await run(gate, either.ask())
+    crash(either, gate)
+    for _ in range(3):  # crashes again and again while it recovers
+        gate = await either.gate()
+        crash(either, gate)
+    await either.gate()
+    await either.post()
+    assert len(await either.rows()) == 5
+    assert (await either.account()).debits_pico == 5 * price(100, 200)
+    await proven(either)
+
+
+async def test_a_crash_while_recovering_settles_each_orphan_once(either: House) -> None:
+    gate = await either.gate()
+    for n in range(4):
+        hold = await gate.hold(either.ask(streamed=True))
+        hold.progress(100, 256 + n)
+    await gate.journal.flush()
+    crash(either, gate)
+    second = await either.gate()
+    orphan = await second.hold(either.ask(streamed=True))
+    orphan.progress(100, 256)
+    await second.journal.flush()
+    crash(either, second)
+    await either.gate()
+    await either.post()
+    assert len(await either.rows()) == 5
+    await proven(either)
+
+
+async def test_progress_is_journalled_within_a_second_at_any_speed(house: House) -> None:
+    gate = await house.gate()
+    hold = await gate.hold(house.ask(streamed=True))
+    hold.progress(100, 3)
+    await asyncio.sleep(1.0)
+    await gate.journal.flush()
+    crash(house, gate)
+    await house.gate()
+    await house.post()
+    (row,) = await house.rows()
+    assert row.generated_tokens == 3
+    await proven(house)
+
+
+async def test_a_clean_close_leaves_nothing_to_recover(either: House) -> None:
+    gate = await either.gate()
+    await run(gate, either.ask())
+    await gate.close()
+    await either.post()
+    assert await either.leased() == 0
+    await either.gate()
+    await proven(either)
+
+
+async def test_an_idempotency_key_runs_once_and_replays_its_answer(either: House) -> None:
+    gate = await either.gate()
+    keyed = {"idempotency_key": "k", "body_hash": "h"}
+    hold = await gate.hold(either.ask(**keyed))
+    with pytest.raises(IdempotencyInProgress) as running:
+        await gate.hold(either.ask(**keyed))
+    assert running.value.request_id == hold.ask.request_id
+    with pytest.raises(IdempotencyMismatch):
+        await gate.hold(either.ask(idempotency_key="k", body_hash="other"))
+    await hold.settle(used(answer=b"the answer"))
+    await either.post()
+    with pytest.raises(AlreadyAnswered) as done:
+        await gate.hold(either.ask(**keyed))
+    assert (done.value.answer, done.value.request_id) == (b"the answer", hold.ask.request_id)
+    assert len(await either.rows()) == 1
+    await proven(either)
+
+
+async def test_a_void_or_refused_request_frees_its_idempotency_key(either: House) -> None:
+    await either.budget(Scope.of_key(either.key_id), price(100, 200))
+    gate = await either.gate()
+    keyed = {"idempotency_key": "k", "body_hash": "h"}
+    hold = await gate.hold(either.ask(**keyed))
+    await hold.void("upstream refused")
+    await either.post()
+    with pytest.raises(InsufficientQuota):
+        await gate.hold(either.ask(prompt=1_000_000, **keyed))
+    await gate.journal.flush()
+    await either.post()
+    await run(gate, either.ask(**keyed))
+    await proven(either)
+
+
+async def test_an_orphan_with_an_idempotency_key_is_waived_and_may_run_again(either: House) -> None:
+    gate = await either.gate()
+    keyed = {"idempotency_key": "k", "body_hash": "h"}
+    hold = await gate.hold(either.ask(streamed=True, **keyed))
+    hold.progress(100, 300)
+    await gate.journal.flush()
+    crash(either, gate)
+    gate = await either.gate()
+    await either.post()
+    (row,) = await either.rows()
+    assert (row.billed_tokens, row.waiver_reason, row.loss_pico) == (0, "crash", price(100, 300))
+    await run(gate, either.ask(**keyed))
+    await proven(either)
+
+
+async def test_leases_of_a_lost_journal_stay_locked_until_they_are_declared_lost(either: House) -> None:
+    gate = await either.gate()
+    await run(gate, either.ask())
+    slot_id = gate.leases.slot_id
+    crash(either, gate)
+    (info,) = list_epochs(either.journal_dir / "0")
+    shutil.rmtree(info.path)
+    gate = await either.gate()
+    assert any("lost" in words for words in gate.degraded())
+    await either.post()
+    locked = await either.leased()
+    assert locked > 0
+    async with either.db.begin() as c:
+        freed = await declare_lost(c, By("ops", now_ms(), "the disk burnt"), slot_id, info.epoch)
+    assert sum(amount for _, _, amount in freed) == locked
+    with pytest.raises(Conflict):
+        async with either.db.begin() as c:
+            await declare_lost(c, By("ops", now_ms()), slot_id, info.epoch)
+    await proven(either)
+
+
+async def test_a_slot_in_use_cannot_be_opened_or_declared_lost(either: House) -> None:
+    gate = await either.gate()
+    with pytest.raises(LedgerUnavailable):
+        await either.gate()
+    with pytest.raises(Conflict):
+        async with either.db.begin() as c:
+            await declare_lost(c, By("ops", now_ms()), gate.leases.slot_id, gate.leases.epoch)
+    await run(gate, either.ask())
+    await proven(either)
+
+
+async def test_a_database_older_than_the_journal_gets_what_the_journal_knows(house: House) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    await house.post()
+    path = house.db.engine.url.database
+    assert path is not None
+    await house.db.close()
+    shutil.copy(path, path + ".backup")
+    for _ in range(3):
+        await run(gate, house.ask())
+    await gate.close()
+    await house.post()
+    gate = await house.gate()
+    await run(gate, house.ask())
+    await gate.close()
+    await house.post()
+    assert len(await house.rows()) == 5
+    await house.db.close()
+    for end in ("-wal", "-shm"):
+        (house.journal_dir.parent / f"tallygate.db{end}").unlink(missing_ok=True)
+    shutil.copy(path + ".backup", path)
+    assert len(await house.rows()) == 1
+    await house.gate()
+    await house.post()
+    assert len(await house.rows()) == 5
+    assert (await house.account()).debits_pico == 5 * price(100, 200)
+    await proven(house)
+
+
+async def test_what_a_crash_left_is_charged_no_further_than_the_lease_reaches(either: House) -> None:
+    await either.budget(Scope.of_key(either.key_id), price(100, 100))
+    gate = await either.gate()
+    hold = await gate.hold(either.ask(prompt=100, output=500, streamed=True))
+    assert hold.output_tokens == 100
+    hold.progress(100, 300)  # an upstream that does not stop
+    await gate.journal.flush()
+    crash(either, gate)
+    await either.gate()
+    await either.post()
+    (row,) = await either.rows()
+    assert (row.billed_tokens, row.waiver_reason, row.loss_pico) == (200, "overrun", price(0, 200))
+    await proven(either)
+
+
+async def test_the_proof_names_the_first_difference(house: House) -> None:
+    from sqlalchemy import text
+
+    gate = await house.gate()
+    for _ in range(3):
+        await run(gate, house.ask())
+    await gate.close()
+    await house.post()
+    tampered = {
+        "usage": "UPDATE usage SET generated_tokens = generated_tokens + 1, billed_tokens = billed_tokens + 1",
+        "transfers": "UPDATE transfers SET amount_pico = amount_pico + 1 WHERE kind = 'usage'",
+        "rollups": "UPDATE rollups SET requests = requests + 1",
+        "accounts": "UPDATE accounts SET debits_pico = debits_pico - 1 WHERE kind = 'prepaid'",
+        "leases": "UPDATE leases SET posted_pico = posted_pico - 1, returned_pico = returned_pico + 1",
+        "top-ups": "UPDATE topups SET amount_pico = amount_pico + 1",
+        "batches": "UPDATE batches SET rows = rows - 1",
+        "journal": "UPDATE batches SET chain_hash = 'x'",
+    }
+    for check, statement in tampered.items():
+        async with house.db.begin() as c:
+            await c.execute(text("SAVEPOINT before"))
+            await c.execute(text(statement))
+        report = await verify(house.db, house.journal_dir)
+        failed = [found.name for found in report.checks if not found.ok]
+        assert check in failed, (check, failed)
+        assert report.first_difference is not None
+        undo = statement.replace("+ 1", "~ 1").replace("- 1", "+ 1").replace("~ 1", "- 1")
+        async with house.db.begin() as c:
+            if "'x'" not in undo:
+                await c.execute(text(undo))
+    assert USD
+
+
+async def test_an_unknown_journal_is_refused_with_words(house: House) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    crash(house, gate)
+    (info,) = list_epochs(house.journal_dir / "0")
+    (info.path / "durable").write_bytes(b"")
+    await house.gate()
+    await house.post()
+    await proven(house)
