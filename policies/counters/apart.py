@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from policies.counters.memory import MemoryCounters, monotonic_ms
-from policies.counters.rules import Denial, Grant, Kind, Rule, drain
+from policies.counters.rules import SLOT_WAIT_MS, Denial, Grant, Kind, Rule, drain
 
 MAX_MIRRORS = 20_000
 
@@ -25,11 +25,15 @@ class Debt:
 
 
 class Apart:
-    """Counts this worker's share of each limit (limit / live workers), and never past what the store last reported."""
+    """Counts this worker's share of each limit (limit / live workers), and never past what the store last reported.
 
-    def __init__(self, wall: Callable[[], int], workers: int) -> None:
+    held: the members of concurrency slots that this worker has, by counter, wherever they were granted.
+    """
+
+    def __init__(self, wall: Callable[[], int], workers: int, held: Mapping[str, set[str]]) -> None:
         self._wall = wall
         self._workers = workers
+        self._held = held
         self._local = MemoryCounters(wall=wall)
         self._mirrors: dict[Rule, tuple[Rule, Rule | None]] = {}
         self._debts: dict[str, Debt] = {}
@@ -47,7 +51,10 @@ class Apart:
     def decide(self, rules: tuple[Rule, ...], tokens: int, member: str) -> Grant | Denial:
         """Decide here, and owe the store what is let through."""
         mirrors = [self._mirror(rule) for rule in rules]
-        own = tuple(share for share, _ in mirrors)
+        for rule, (share, _) in zip(rules, mirrors, strict=True):
+            if rule.kind == Kind.SLOTS and rule.hard and (held := len(self._held.get(rule.key, ()))) >= share.limit:
+                return Denial(share, SLOT_WAIT_MS, (share,), (held,))
+        own = tuple(share for share, _ in mirrors if share.kind != Kind.SLOTS)
         whole = tuple(seen for _, seen in mirrors if seen is not None)
         decision = self._local.decide(own + whole, tokens)
         if isinstance(decision, Denial):
@@ -55,7 +62,9 @@ class Apart:
         marks = [rule.calendar.bounds(self._wall())[0] if rule.calendar else 0 for rule in rules]
         for rule, mark in zip(rules, marks, strict=True):
             self.owe(rule, rule.units(tokens), mark)
-        return Grant(rules, tokens, decision.levels[: len(rules)], marks, member, local=decision)
+        shares = iter(decision.levels)
+        levels = [0 if rule.kind == Kind.SLOTS else next(shares) for rule in rules]
+        return Grant(rules, tokens, levels, marks, member, local=decision)
 
     def correct(self, grant: Grant, tokens: int) -> None:
         if grant.local is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal, cast
@@ -30,6 +31,7 @@ TEND_S = 0.2
 CONNECT_S = 1.0
 SILENT_S = 2.0
 OUTAGE_RETRY_MS = 1_000
+DEGRADED_S = 1.0
 WORKERS_KEY = "tg:{workers}"
 
 
@@ -58,8 +60,9 @@ class RedisCounters:
         self._on_outage = on_outage
         self._wall = wall
         self._offset_ms = 0
-        self._apart = Apart(self.wall_ms, self._configured_workers)
         self._held: dict[str, set[str]] = {}
+        self._apart = Apart(self.wall_ms, self._configured_workers, self._held)
+        self._apart_until = 0.0
         self._tending: asyncio.Task[None] | None = None
         self._next_beat = 0.0
         self.watch = watch
@@ -87,7 +90,8 @@ class RedisCounters:
         self._nodes.close()
 
     def degraded(self) -> list[str]:
-        if self._nodes.usable:
+        """Also right after a decision was made without the server, so that a slow one shows."""
+        if self._nodes.usable and time.monotonic() > self._apart_until:
             return []
         if self._on_outage == "refuse":
             return ["The counter store does not answer: requests with limits are refused."]
@@ -211,6 +215,7 @@ class RedisCounters:
 
     def _decide_apart(self, rules: tuple[Rule, ...], tokens: int, member: str) -> Grant | Denial:
         self.local_decisions += 1
+        self._apart_until = time.monotonic() + DEGRADED_S
         if self._on_outage == "refuse":
             return Denial(None, OUTAGE_RETRY_MS)
         decision = self._apart.decide(rules, tokens, member)
