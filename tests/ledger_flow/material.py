@@ -54,7 +54,7 @@ class House:
     async def furnish(self, balance_pico: int = 10 * USD, currency: Currency = "USD", at_ms: int | None = None) -> None:
         self.currency = currency
         async with self.db.begin() as c:
-            by = By("test", at_ms or now_ms() - 120_000)
+            by = By("test", at_ms or now_ms() - 40 * 86_400_000)
             quote = Quote.parse(MODEL, input="0.28", output="0.42", cache_read="0.028")
             await seed(c, by, [quote], FxRate.parse("USD", "CNY", "7.3"))
             team = await create_team(c, by, "team", billing_currency=currency, timezone="Asia/Shanghai")
