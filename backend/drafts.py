@@ -201,7 +201,7 @@ class NgramThenModelDraft:
 
     steps = True
 
-    def __init__(self, model: ModelDraft) -> None:
+    def __init__(self, model: Draft) -> None:
         self._ngram = NgramDraft(longest=4, shortest=3)
         self._model = model
         self.weights = f"ngram, then {model.weights}"

@@ -52,6 +52,7 @@ class _Verified:
     drafted: list[int]
     drawn: list[int]
     logprobs: list[TokenLogprobs | None]
+    hidden: Tensor  # [len(drawn), width]: what each token was drawn from
 
 
 class Engine:
@@ -168,11 +169,14 @@ class Engine:
         hidden = self.target.forward(tokens, segments)
         if not wanted:
             return []
-        logits = self.target.logits(hidden if len(wanted) == len(tokens) else hidden[wanted])
+        hidden = hidden if len(wanted) == len(tokens) else hidden[wanted]
+        logits = self.target.logits(hidden)
         drawn: list[int] = draw(logits, rows, self._noise).tolist()
-        return self._collect(plan, proposals, logits, drawn)
+        return self._collect(plan, proposals, hidden, logits, drawn)
 
-    def _collect(self, plan: Round, proposals: list[list[int]], logits: Tensor, drawn: list[int]) -> list[_Verified]:
+    def _collect(
+        self, plan: Round, proposals: list[list[int]], hidden: Tensor, logits: Tensor, drawn: list[int]
+    ) -> list[_Verified]:
         members = [*zip(plan.decoding, proposals, strict=True), *((c.sequence, []) for c in plan.chunks if c.last)]
         verified, at = [], 0
         for sequence, drafted in members:
@@ -182,7 +186,7 @@ class Engine:
                 kept = len(accept(drafted, drawn[at : at + count]))
                 top = [sequence.request.logprobs] * kept
                 logprobs[:kept] = logprobs_of(logits[at : at + kept], drawn[at : at + kept], top)
-            verified.append(_Verified(sequence, drafted, drawn[at : at + count], logprobs))
+            verified.append(_Verified(sequence, drafted, drawn[at : at + count], logprobs, hidden[at : at + count]))
             at += count
         return verified
 
@@ -214,6 +218,7 @@ class Engine:
         # the last token is not computed yet; everything before it is, and nothing after it counts
         self.target.cache.extend(sequence.slot, sequence.tokens[sequence.computed : len(sequence.tokens) - 1])
         sequence.computed = len(sequence.tokens) - 1
+        sequence.hidden = row.hidden[len(tokens) - 1]
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
         return sequence.take_update()

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from backend.text import Tokenizer
 
-BUNDLED_DRAFT = Path(__file__).parent / "demo" / "draft"
+BUNDLED_DRAFT = Path(__file__).parent / "demo" / "weights"
+BUNDLED_DRAFT_LABEL = "SmolLM2-135M-Instruct recurrent head"
 
 
 def resolve_weights(name: str, data_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Path:

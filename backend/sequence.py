@@ -81,6 +81,7 @@ class Sequence:
         self.slot: int | None = None
         self.computed = 0  # tokens whose keys and values are in the slot
         self.cached_tokens = 0
+        self.hidden: Tensor | None = None  # [width]: the target's state that the last token was drawn from
         self.stats = SpeculationStats()
         self.finish_reason: FinishReason | None = None
         self.tracker = AcceptanceTracker()
