@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend import attention
+from backend import attention, lean
 from backend.attention import PackedBatch, Segment
 from backend.cache import KVCache
 from backend.errors import ModelNotSupported
+from backend.lean import LeanBody
 
-_TOLERANCE = 0.02  # relative to the largest logit: float32 is far below, bfloat16 just below, a wrong mask far above
+_TOLERANCE = 0.02  # relative to the largest logit; bfloat16 gets five times as much, a wrong mask is far above both
 
 
 class PackedModel:
@@ -38,16 +39,22 @@ class PackedModel:
         self.cache = KVCache(
             int(config.num_hidden_layers), slots, kv_heads, head_dim, capacity, self.dtype, self.device
         )
-        self._model = model
-        _check_against_own_attention(self, model)
-        self._body = model.base_model
-        self._head = model.get_output_embeddings()
+        self._body: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()
+        self._lean: LeanBody | None = None
+        probe = _Probe(self, model)
+        probe.check(self)
+        if lean.supports(model):
+            self._lean = LeanBody(model, capacity)
+            probe.check(self)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], segments: Sequence[Segment]) -> Tensor:
         """Hidden states [T, width] of the packed tokens; their keys and values are stored, but not yet known."""
         batch = PackedBatch(self.cache, segments, self.query_groups)
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
+        if self._lean is not None:
+            return self._lean.forward(ids[0], batch)
         output = self._body(input_ids=ids, position_ids=batch.positions[None], use_cache=False, packed=batch)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -55,6 +62,8 @@ class PackedModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, width] → [rows, vocabulary]."""
+        if self._lean is not None:
+            return self._lean.logits(hidden)
         result: Tensor = self._head(hidden)
         return result
 
@@ -83,28 +92,31 @@ def refuse_unsupported(config: Any, capacity: int) -> None:
         raise ModelNotSupported(f"{name} is an encoder-decoder model; choose a decoder-only model")
 
 
-@torch.inference_mode()
-def _check_against_own_attention(packed: PackedModel, model: Any) -> None:
-    """Compare a short prefill in two chunks with the model's own attention; leaves the model on the packed one."""
-    if packed.cache.slots < 1 or packed.cache.capacity < 8:
-        raise ModelNotSupported("a model needs at least one slot and a context of 8 tokens")
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, packed.vocabulary, (1, 7), generator=generator).to(packed.device)
-    try:
+class _Probe:
+    """A short text and what the model's own attention makes of it, to compare the packed computation with."""
+
+    @torch.inference_mode()
+    def __init__(self, packed: PackedModel, model: Any) -> None:
+        if packed.cache.capacity < 8:
+            raise ModelNotSupported("the context must hold 8 tokens at least (--context)")
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, packed.vocabulary, (1, 7), generator=generator).to(packed.device)
         model.set_attn_implementation("eager")
-        expected = model(input_ids=ids, use_cache=False).logits[0].float()
+        self._tokens: list[int] = ids[0].tolist()
+        self._expected: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
         model.set_attn_implementation(attention.NAME)
-        packed._body, packed._head = model.base_model, model.get_output_embeddings()
-        tokens = ids[0].tolist()
-        parts = [packed.forward(tokens[:4], [Segment(0, 0, 4)]), packed.forward(tokens[4:], [Segment(0, 4, 3)])]
-        found = packed.logits(torch.cat(parts)).float()
-    except ModelNotSupported:
-        raise
-    except Exception as error:
-        raise ModelNotSupported(f"{packed.config.model_type} cannot run on packed batches: {error!r}") from error
-    difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=1e-6))
-    if not difference < _TOLERANCE * (1 if packed.dtype == torch.float32 else 5):
-        raise ModelNotSupported(
-            f"{packed.config.model_type} computes other logits on packed batches (off by {difference:.3f}); "
-            f"it does something to attention or logits that this engine does not know"
-        )
+
+    def check(self, packed: PackedModel) -> None:
+        """Raises ModelNotSupported unless a prefill in two chunks gives the same logits."""
+        name = packed.config.model_type
+        try:
+            first = packed.forward(self._tokens[:4], [Segment(0, 0, 4)])
+            found = packed.logits(torch.cat([first, packed.forward(self._tokens[4:], [Segment(0, 4, 3)])])).float()
+        except Exception as error:
+            raise ModelNotSupported(f"{name} cannot run on packed batches: {error!r}") from error
+        difference = float((self._expected - found).abs().max() / self._expected.abs().max().clamp(min=1e-6))
+        if not difference < (_TOLERANCE if packed.dtype == torch.float32 else 5 * _TOLERANCE):
+            raise ModelNotSupported(
+                f"{name} computes other logits on packed batches (off by {difference:.3f}); "
+                f"it does something to attention or logits that this engine does not know"
+            )
