@@ -177,10 +177,13 @@ class Committer:
 
         def work() -> Place:
             self._files.sync_data(fd)
-            self._publish(place)
             return place
 
-        self._start(work, self._now_durable)
+        def done(place: Place) -> None:
+            self._publish(place)  # here and not in the thread, which would have to wait for the interpreter once more
+            self._now_durable(place)
+
+        self._start(work, done)
 
     def _roll(self) -> None:
         """The full segment is synced before the next one is opened."""
@@ -263,7 +266,7 @@ class Committer:
         self._worker.submit(loop, work, ended)
 
     def _publish(self, place: Place) -> None:
-        """In the thread. The frames are durable also when this fails; only readers do not see it yet."""
+        """The frames are durable also when this fails; only readers do not see it yet."""
         try:
             self._position.publish(place, self._clock())
             self._health.position_problem = None
