@@ -24,7 +24,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and torch._C.has_mkldnn
+        self._packed = weight.device.type == "cpu" and torch._C._has_mkldnn
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
