@@ -57,7 +57,8 @@ class Gateway:
         self._ready = threading.Event()
 
     def __enter__(self) -> Self:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio then
+        self._socket.bind(("127.0.0.1", 0))  # switches Nagle's algorithm off
         self.port: int = self._socket.getsockname()[1]
         self.app = build_app(self.settings, slot=0, embed_poster=True)
         config = uvicorn.Config(

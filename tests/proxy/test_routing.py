@@ -1,0 +1,180 @@
+"""Who serves a request: weights, sticky canaries, fall-backs that bill once, and a rest for those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from proxy.routing import Deployment, Fitness, Route
+from proxy.settings import Deployment as DeploymentSettings
+from proxy.settings import Model
+from proxy.upstream import Patience, Upstream, read_all
+from tests.proxy.serving import PRICE, Gateway, configuration
+from tests.services import free_port
+from tests.upstream.process import FakeUpstream
+
+HELLO: Any = [{"role": "user", "content": "hi there"}]
+
+
+def route(*weights: int, sticky_by: str = "team", fallbacks: tuple[str, ...] = ()) -> Route:
+    def place(name: str, weight: int) -> Deployment:
+        return Deployment(name, Upstream(name, "http://127.0.0.1:9/v1", None, Patience()), "m", weight)
+
+    deployments = tuple(place(f"d{number}", weight) for number, weight in enumerate(weights))
+    settings = Model(deployments=(DeploymentSettings(to="d0"),), sticky_by=sticky_by)  # type: ignore[arg-type]
+    return Route("m", settings, deployments, tuple(place(name, 0) for name in fallbacks), frozenset())
+
+
+def test_a_canary_of_10_000_teams_is_split_within_1_percent_of_its_weights() -> None:
+    split = Counter(route(90, 10).choose(f"team_{n}").name for n in range(10_000))
+    assert abs(split["d1"] / 10_000 - 0.10) < 0.01
+
+
+def test_a_team_stays_where_it_is_on_every_host_and_after_every_restart() -> None:
+    keys = [f"team_{n}" for n in range(1_000)]
+    assert [route(90, 10).choose(key).name for key in keys] == [route(90, 10).choose(key).name for key in keys]
+    assert route(90, 10).choose("team_demo").name == "d0"  # this very text, for ever
+
+
+def test_moving_a_canary_up_moves_no_team_back() -> None:
+    keys = [f"team_{n}" for n in range(2_000)]
+    before = {key for key in keys if route(10, 90).choose(key).name == "d0"}
+    after = {key for key in keys if route(90, 10).choose(key).name == "d0"}
+    assert before < after
+
+
+def test_a_deployment_of_weight_zero_is_never_chosen() -> None:
+    assert {route(0, 100, sticky_by="none").choose(None).name for _ in range(200)} == {"d1"}
+
+
+def test_fallbacks_come_before_the_other_deployments_and_nobody_twice() -> None:
+    names = [item.name for item in route(100, 1, 0, fallbacks=("spare",)).candidates("team_demo", 0)]
+    assert names == ["d0", "spare", "d1"]
+
+
+def test_a_deployment_rests_after_three_failures_and_longer_after_the_next() -> None:
+    fitness = Fitness()
+    for _ in range(2):
+        fitness.failed("broken", 0)
+    assert not fitness.rests(0)
+    fitness.failed("connect", 0)
+    assert fitness.rests(1_999)
+    assert not fitness.rests(2_000)
+    fitness.failed("timeout", 2_000)
+    assert fitness.rests(5_999)
+    fitness.succeeded()
+    assert not fitness.rests(2_001)
+
+
+def test_the_callers_own_mistakes_rest_nobody() -> None:
+    fitness = Fitness()
+    for _ in range(10):
+        fitness.failed("request", 0)
+    assert not fitness.rests(0)
+
+
+def test_a_busy_deployment_comes_last_and_may_still_be_asked() -> None:
+    there = route(1, 1)
+    chosen, other = there.candidates("team_demo", 0)
+    chosen.fitness.failed("busy", 0, 5_000)
+    assert [item.name for item in there.candidates("team_demo", 1)] == [other.name, chosen.name]
+    assert [item.name for item in there.candidates("team_demo", 5_001)] == [chosen.name, other.name]
+
+
+@pytest.fixture
+def routed(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
+    """Models whose first deployment always fails, in different ways, with and without a fall-back."""
+    dead = f"http://127.0.0.1:{free_port()}/v1"
+
+    def model(place: str, name: str, *fallback: str) -> dict[str, Any]:
+        return {"deployments": [{"to": place, "model": name}], "fallback": list(fallback), "price": PRICE}
+
+    config = configuration(
+        {"dead": dead, "first": upstream.base_url, "second": upstream.base_url},
+        refused=model("dead", "gpt-4", "second"),
+        error=model("first", "gpt-4@500", "second"),
+        busy=model("first", "gpt-4@429-retry-after", "second"),
+        wrong=model("first", "gpt-4@400", "second"),
+        slow=model("first", "gpt-4@hang", "second"),
+        alone=model("first", "gpt-4@500"),
+        slow_alone=model("first", "gpt-4@hang"),
+    )
+    config["upstreams"]["first"] |= {"first_byte_timeout_s": 0.3, "read_timeout_s": 0.3}
+    with Gateway(tmp_path, config) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize(("model", "attempts"), [("refused", 1), ("error", 2), ("busy", 2), ("slow", 2)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fallback_answers_and_is_billed_once(
+    routed: Gateway, upstream: FakeUpstream, model: str, attempts: int, stream: bool
+) -> None:
+    with routed.http() as http:
+        answer = http.post("/chat/completions", json={"model": model, "messages": HELLO, "stream": stream})
+    assert answer.status_code == 200
+    assert answer.headers["x-tallygate-deployment"] == "second"
+    row = routed.row(answer.headers["x-request-id"])
+    assert (row["deployment"], row["attempts"], row["generated_tokens"]) == ("second", 2, 16)
+    assert len(routed.rows()) == 1
+    assert len(upstream.wait_for_entries(attempts)) == attempts
+
+
+def test_a_mistake_of_the_caller_is_not_tried_elsewhere(routed: Gateway, upstream: FakeUpstream) -> None:
+    with pytest.raises(openai.BadRequestError):
+        routed.client().chat.completions.create(model="wrong", messages=HELLO)
+    assert len(upstream.wait_for_entries(1)) == 1
+
+
+def test_a_timeout_without_fallback_is_504_that_no_sdk_retries(routed: Gateway, upstream: FakeUpstream) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        routed.client(max_retries=2).chat.completions.create(model="slow_alone", messages=HELLO)
+    assert (caught.value.status_code, caught.value.code) == (504, "upstream_timeout")
+    assert len(upstream.wait_for_entries(1)) == 1
+    assert routed.rows() == []
+
+
+def test_when_all_deployments_rest_the_answer_is_503_and_says_how_long(routed: Gateway) -> None:
+    client = routed.client()
+    for _ in range(3):
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(model="alone", messages=HELLO)
+        assert caught.value.status_code == 502
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(model="alone", messages=HELLO)
+    assert (caught.value.status_code, caught.value.code) == (503, "no_deployment_available")
+    assert caught.value.response.headers["x-should-retry"] == "true"
+    assert 0 < int(caught.value.response.headers["retry-after-ms"]) <= 2_000
+
+
+async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, upstream: FakeUpstream) -> None:
+    config = configuration({"legacy": upstream.base_url}, batch={})
+    config["upstreams"]["legacy"]["max_concurrency"] = 8
+    upstream.standing_fault({"headers_delay_ms": 50})
+    gateway = await asyncio.to_thread(Gateway, tmp_path, config)
+    await asyncio.to_thread(gateway.__enter__)
+    caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
+    body = json.dumps({"model": "batch", "messages": HELLO}).encode()
+
+    async def ask() -> int:
+        answer = await caller.post(b"/chat/completions", body)
+        await read_all(answer)
+        return answer.status
+
+    try:
+        await ask()
+        started = time.monotonic()
+        statuses = await asyncio.gather(*(ask() for _ in range(100)))
+        took = time.monotonic() - started
+    finally:
+        caller.close()
+        await asyncio.to_thread(gateway.stop)
+    assert set(statuses) == {200}
+    assert took < 3 * 100 / 8 * 0.05  # 1.5 times, and room for a machine that tests beside us
