@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ledger.audit import By, changes_since, latest_seq, list_entries, lock, record, verify_chain
 from ledger.database import Database
-from tests.ledger_books.conftest import NOW_MS
+from tests.ledger_books.conftest import NOW_MS, tampering
 
 
 async def act(db: Database, by: By, name: str, *, fails: bool = False) -> None:
@@ -96,17 +96,7 @@ async def test_a_chain_that_was_tampered_with_names_the_first_wrong_entry(
 ) -> None:
     for name in "abc":
         await act(db, by, name)
-    triggers = (
-        ["audit_append_only ON audit"]
-        if db.dialect == "postgresql"
-        else [
-            "audit_append_only_update",
-            "audit_append_only_delete",
-        ]
-    )
-    async with db.begin() as c:
-        for trigger in triggers:
-            await c.execute(text(f"DROP TRIGGER {trigger}"))
+    async with tampering(db, "audit") as c:
         await c.execute(text(damage))
         _, wrong = await verify_chain(c)
     assert wrong is not None

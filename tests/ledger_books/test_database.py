@@ -134,10 +134,10 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_several_processes_write_the_same_books(db: Database, ledger_url: str, by: By) -> None:
+async def test_several_processes_write_the_same_books(db: Database, books_url: str, by: By) -> None:
     async with db.begin() as c:
         await create_team(c, by, "Acme", team_id="acme")
-    command = [sys.executable, "-c", ADDER, ledger_url]
+    command = [sys.executable, "-c", ADDER, books_url]
     processes = [await asyncio.create_subprocess_exec(*command, name, cwd=ROOT) for name in "abcd"]
     assert [await process.wait() for process in processes] == [0, 0, 0, 0]
     async with db.read() as c:

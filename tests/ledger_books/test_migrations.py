@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,15 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-async def empty(empty_url: str) -> Iterator[Database]:  # type: ignore[misc]
+async def db(ledger_url: str) -> AsyncIterator[Database]:
+    """A migrated database of the test's own: it may be damaged."""
+    database = await Database.open(ledger_url)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+async def empty(empty_url: str) -> AsyncIterator[Database]:
     database = await Database.open(empty_url)
     yield database
     await database.close()
