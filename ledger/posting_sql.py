@@ -10,7 +10,7 @@ from typing import Any
 import asyncpg
 import msgspec
 from sqlalchemy import delete, insert, select, update
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.database import driver
@@ -44,12 +44,16 @@ _REFUSALS = (
     asyncpg.exceptions.IntegrityConstraintViolationError,
     asyncpg.exceptions.DataError,
     msgspec.DecodeError,
-    UnicodeError,
+    ValueError,  # a driver that cannot encode what a record holds
 )
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the database (or the decoder) said no to what a record contains, so that trying again cannot help."""
+    """Whether the database (or a driver) said no to what a record contains, so that trying again cannot help."""
+    if isinstance(error, DBAPIError):
+        sqlstate = str(getattr(error.orig, "sqlstate", None) or "")
+        if sqlstate.startswith(("22", "23")) or isinstance(getattr(error.orig, "__cause__", None), _REFUSALS):
+            return True
     return isinstance(error, _REFUSALS)
 
 

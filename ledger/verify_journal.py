@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import JournalDamaged
 from ledger.journal import SETTLE, EpochInfo, Frame, JournalReader, host_id, list_epochs, list_slots
-from ledger.records import Settle, decode
+from ledger.records import Settle
 from ledger.schema import batches, epochs, suspense, usage
 
 PAGE = 1_000
@@ -103,14 +105,13 @@ class _Epoch:
     async def _compare(self, frames: list[Frame]) -> str | None:
         posted = [frame for frame in frames if frame.seq <= self._cursor]
         self.unposted += len(frames) - len(posted)
-        settles = {frame.seq: decode(frame.payload) for frame in posted}
-        ids = [settle.request_id for settle in settles.values() if isinstance(settle, Settle)]
+        ids = {frame.seq: _request_id(frame) for frame in posted}
+        known = [request_id for request_id in ids.values() if request_id is not None]
         query = select(usage.c.request_id, usage.c.slot_id, usage.c.epoch, usage.c.seq, usage.c.record)
-        rows = {str(row.request_id): row for row in await self._c.execute(query.where(usage.c.request_id.in_(ids)))}
+        rows = {str(row.request_id): row for row in await self._c.execute(query.where(usage.c.request_id.in_(known)))}
         aside = await self._suspended([frame.seq for frame in posted]) if len(rows) < len(posted) else set()
         for frame in posted:
-            settle = settles[frame.seq]
-            row = rows.get(settle.request_id) if isinstance(settle, Settle) else None
+            row = rows.get(ids[frame.seq] or "")
             if row is not None and (row.slot_id, row.epoch, row.seq) == (self._slot_id, self._info.epoch, frame.seq):
                 self._found += 1
                 if bytes(row.record) != frame.payload:
@@ -132,6 +133,15 @@ class _Epoch:
         there = (await self._c.execute(query)).scalar_one()
         if there != self._found:
             return f"the ledger has {there} requests of it, the journal {self._found}"
+        return None
+
+
+def _request_id(frame: Frame) -> str | None:
+    """None: nothing that could be a row."""
+    try:
+        record = frame.record
+        return str(UUID(record.request_id)) if isinstance(record, Settle) else None
+    except (msgspec.DecodeError, ValueError):
         return None
 
 
