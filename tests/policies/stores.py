@@ -38,8 +38,10 @@ class Store:
                 valkey.url, clock=TEST_CLOCK, wall=lambda: self.now, on_outage="refuse", deadline_ms=5_000
             )
         self.monotonic = 1_000_000
+        self._open = False
         self.at(NOON)
         self.run(self.counters.open())
+        self._open = True
         self.limiter = Limiter(self.counters)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -51,6 +53,8 @@ class Store:
         self.now = now
         if self._valkey is not None:
             self._valkey.command("SET", "test:now", now)
+            if self._open:
+                self.run(self.counters._beat())  # real time beats every second; here hours pass at once
 
     def pass_ms(self, ms: int) -> None:
         if ms:
@@ -72,8 +76,9 @@ class Store:
             return None
 
     def settle(self) -> None:
-        """Let what was told to the server arrive."""
-        self.run(asyncio.sleep(0))
+        """Let what was told to the server arrive, and its answers come back."""
+        if self._valkey is not None:
+            self.run(self.counters._nodes.link("any").ask("PING", within_s=5))
 
     def close(self) -> None:
         self.run(self.counters.close())

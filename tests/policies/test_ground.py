@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import asyncpg
 import httpx
 import pytest
 
-from tests.services import ROOT, Postgres, Valkey, wait_until
+from tests.services import ROOT, Postgres, Valkey, own_folder, wait_until
 from tests.upstream.faults import FAULTS
 from tests.upstream.process import FakeUpstream
 
@@ -47,27 +46,26 @@ def test_valkey_is_real_and_empty(valkey_url: str, valkey: Valkey) -> None:
     assert valkey.command("SET", "a", "b")
 
 
-def test_servers_die_with_the_test_process_even_when_it_is_killed(tmp_path: Path) -> None:
+def test_servers_die_with_a_killed_test_process_and_the_next_one_clears_up() -> None:
     code = (
+        "import sys\n"
         "from tests.services import Postgres, Valkey\n"
         "p, v = Postgres().start(), Valkey().start()\n"
-        "print(p.server.pid, v.server.pid, flush=True)\n"
-        "import sys; sys.stdin.read()\n"
+        "print(p.server.pid, v.server.pid, p._home, v._home, flush=True)\n"
+        "sys.stdin.read()\n"
     )
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents:
-        if parent.stat().st_mode & 0o001 == 0:
-            parent.chmod(parent.stat().st_mode | 0o011)
     child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
-    pids = [int(word) for word in child.stdout.readline().split()]
-    assert len(pids) == 2
+    *pids, postgres_home, valkey_home = child.stdout.readline().split()
+    assert Path(postgres_home).exists()
     child.kill()
     child.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "the servers' end")
+    own_folder("empty").rmdir()
+    assert not Path(postgres_home).exists()
+    assert not Path(valkey_home).exists()
 
 
 async def test_the_fake_provider_answers_plain_and_streamed_the_same(upstream: FakeUpstream) -> None:

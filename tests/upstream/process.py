@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.services import Served, free_port, wait_until
+from tests.services import Served, free_port, own_folder, wait_until
 
 
 class FakeUpstream(Served):
@@ -17,10 +17,18 @@ class FakeUpstream(Served):
 
     def __init__(self) -> None:
         self.port = free_port()
-        self._folder = tempfile.TemporaryDirectory(prefix="tallygate-upstream-")
-        self._log = Path(self._folder.name) / "log.jsonl"
+        self._folder = own_folder("upstream")
+        self._log = self._folder / "log.jsonl"
         self._read_from = 0
-        command = [sys.executable, "-m", "tests.upstream", "--port", str(self.port), "--log", self._log]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "tests.upstream",
+            "--port",
+            str(self.port),
+            "--log",
+            self._log,
+        ]
         super().__init__(command, ready=f"http://127.0.0.1:{self.port}/health")
 
     @property
@@ -65,4 +73,4 @@ class FakeUpstream(Served):
 
     def close(self) -> None:
         super().close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
