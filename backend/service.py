@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from backend.adaptive import LengthPolicy, StepCosts
 from backend.calibration import measure_steps
+from backend.demo.draft import load_demo_draft
 from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
-from backend.errors import WeightsNotFound
+from backend.errors import DraftNotSupported
+from backend.head_draft import HeadDraft
 from backend.loading import (
     BUNDLED_DRAFT,
+    BUNDLED_DRAFT_LABEL,
     choose_device,
     choose_dtype,
     common_vocabulary,
@@ -87,7 +91,7 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
     capacity = min(settings.context or min(longest, 8192), longest)
     target = PackedModel(model, slots=settings.max_batch, capacity=capacity)
     progress("loading the drafts")
-    loader = _DraftLoader(settings, target, tokenizer)
+    loader = _DraftLoader(settings, target, model, tokenizer)
     drafts = {name: loader.load(name, spec) for name, spec in settings.drafts.items()}
     progress("measuring step times")
     policy = LengthPolicy(_target_costs(target, settings, bool(drafts)), fixed=settings.draft_length)
@@ -113,11 +117,12 @@ def _target_costs(target: PackedModel, settings: Settings, speculative: bool) ->
 class _DraftLoader:
     """Loads each distinct draft once; several names may share one."""
 
-    def __init__(self, settings: Settings, target: PackedModel, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: Settings, target: PackedModel, target_model: Any, tokenizer: Tokenizer) -> None:
         self._settings = settings
         self._target = target
+        self._target_model = target_model
         self._tokenizer = tokenizer
-        self._loaded: dict[str, ModelDraft] = {}
+        self._loaded: dict[str, Draft] = {}
 
     def load(self, name: str, spec: str) -> Draft:
         if spec == "ngram" or (spec == "demo" and not BUNDLED_DRAFT.is_dir()):
@@ -126,10 +131,11 @@ class _DraftLoader:
             return NgramThenModelDraft(self._model(name, spec.removeprefix("ngram+")))
         return self._model(name, spec)
 
-    def _model(self, name: str, spec: str) -> ModelDraft:
+    def _model(self, name: str, spec: str) -> Draft:
         if spec not in self._loaded:
             if spec == "demo":
-                raise WeightsNotFound(f"the bundled draft at {BUNDLED_DRAFT} cannot be read by this version")
+                self._loaded[spec] = self._bundled(name)
+                return self._loaded[spec]
             directory = resolve_weights(spec, self._settings.data_dir)
             model = load_model(directory, self._target.dtype, self._target.device)
             theirs = load_tokenizer(directory)
@@ -141,3 +147,14 @@ class _DraftLoader:
             draft.calibrate(measure_steps(packed, rows, width))
             self._loaded[spec] = draft
         return self._loaded[spec]
+
+    def _bundled(self, name: str) -> Draft:
+        """The bundled draft, which shares the target's embedding and head."""
+        try:
+            draft = HeadDraft(load_demo_draft(self._target_model, BUNDLED_DRAFT), BUNDLED_DRAFT_LABEL)
+        except ValueError as error:
+            raise DraftNotSupported(
+                f"the draft {name} is the bundled one, made for the bundled target: {error}"
+            ) from error
+        draft.calibrate(StepCosts.measured({rows: draft.measure(rows) for rows in (*_DRAFT_ROWS, 2 * _DRAFT_ROWS[-1])}))
+        return draft
