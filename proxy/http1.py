@@ -46,6 +46,7 @@ class Response:
         "_waiter",
         "complete",
         "headers",
+        "keep_alive",
         "parser",
         "status",
     )
@@ -54,6 +55,7 @@ class Response:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.complete = False
+        self.keep_alive = False
         self.parser = httptools.HttpResponseParser(self)
         self._connection = connection
         self._waiter: asyncio.Future[None] | None = None
@@ -152,6 +154,7 @@ class Response:
     def on_message_complete(self) -> None:
         if self.status:
             self.complete = True
+            self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it when it returns
 
 
 class Connection(asyncio.Protocol):
@@ -225,7 +228,7 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, response: Response) -> None:
         self.response = None
-        if response.bounded and response.parser.should_keep_alive() and not self.closed:
+        if response.keep_alive and response.bounded and not self.closed:
             self.resume()
             self._origin.put_back(self)
         else:

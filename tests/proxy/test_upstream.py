@@ -91,6 +91,15 @@ async def test_a_hundred_requests_at_once_each_get_their_own_answer(upstream: Fa
     client.close()
 
 
+async def test_a_connection_is_kept_for_the_next_request_plain_or_streamed(upstream: FakeUpstream) -> None:
+    client = upstream_of(upstream)
+    for stream in (False, True, False, True):
+        await read_all(await ask(client, stream=stream))
+        await asyncio.sleep(0)
+        assert len(client._origin._idle) == 1
+    client.close()
+
+
 async def test_a_kept_connection_that_the_server_closed_is_replaced(upstream: FakeUpstream) -> None:
     client = upstream_of(upstream)
     await read_all(await ask(client))
