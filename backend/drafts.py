@@ -29,11 +29,10 @@ class DraftJob:
 class Draft(Protocol):
     """Proposes tokens. What it proposes changes the speed of an answer and nothing else.
 
-    weights: what really drafts, for people. steps: whether each token costs a step of its own (a model does).
+    weights: what really drafts, for people.
     """
 
     weights: str
-    steps: bool
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[list[int]]:
         """One list per job, each at most as long as asked; empty where there is nothing to propose."""
@@ -55,7 +54,6 @@ class NgramDraft:
     """
 
     weights = "ngram"
-    steps = False
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -110,8 +108,6 @@ class ModelDraft:
     hot_tokens: int64 [columns], the token ids of a cut head; None where the head is whole. `width` is the vocabulary
     that target and draft have in common.
     """
-
-    steps = True
 
     def __init__(
         self,
@@ -198,8 +194,6 @@ class ModelDraft:
 
 class NgramThenModelDraft:
     """What the text repeats is taken from the text; only where it has nothing, the model drafts."""
-
-    steps = True
 
     def __init__(self, model: Draft) -> None:
         self._ngram = NgramDraft(longest=4, shortest=3)

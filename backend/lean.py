@@ -1,8 +1,8 @@
 """A lean forward pass for the Llama family (Llama, Qwen2, Qwen3, Mistral): the same arithmetic in fewer, larger steps.
 
 One weight matrix for q, k and v, one for gate and up, one rotary table; on a CPU the matrices are reordered once into
-oneDNN's own layout, which is where its bfloat16 and small-batch speed is. The weights of the transformers model are
-taken over, not kept twice; it cannot be used for anything else afterwards.
+oneDNN's own layout, which is where its bfloat16 and small-batch speed is. The transformers model is read, not changed;
+its layers are free to go once nobody else holds it.
 """
 
 from __future__ import annotations
@@ -91,10 +91,6 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             self._query_norm = attention.q_norm.weight.detach()
             self._key_norm = attention.k_norm.weight.detach()
-        for module in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            module.weight = None
-        for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            module.weight = None
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, index: int) -> Tensor:
         tokens, width = hidden.shape

@@ -42,10 +42,12 @@ class PackedModel:
         self._body: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._lean: LeanBody | None = None
+        self.width = int(config.hidden_size)
         probe = _Probe(self, model)
         probe.check(self)
         if lean.supports(model):
             self._lean = LeanBody(model, capacity)
+            self._body = self._head = None  # not needed any more, and large
             probe.check(self)
 
     @torch.inference_mode()

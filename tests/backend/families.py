@@ -88,7 +88,6 @@ class RandomDraft:
     """Proposes anything, sometimes nothing."""
 
     weights = "random"
-    steps = False
 
     def __init__(self, seed: int = 3) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -112,7 +111,6 @@ class ScriptedDraft:
     """Knows the answers; right for `right` tokens of every block, and wrong by one after that (adversarial)."""
 
     weights = "scripted"
-    steps = False
 
     def __init__(self, answers: dict[str, list[int]], right: int = 99) -> None:
         self._answers = answers
