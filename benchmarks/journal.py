@@ -19,7 +19,7 @@ from uuid import uuid4
 import uvloop
 
 from ledger.journal import JournalReader, JournalWriter
-from ledger.records import Charge, Intent, Settle, Usage
+from ledger.records import Charge, Intent, Settle, Usage, encode
 
 
 def intent(number: int) -> Intent:
@@ -87,7 +87,6 @@ async def measure(directory: Path, seconds: float) -> None:
         await writer.append_written(intent(number))
         await writer.append_durable(settle(number))
 
-    record_bytes = len(settle(0).__repr__())
     for size in (700, 20_000, 80_000):
         print(f"fdatasync after {size:>6} bytes   {sync_time_us(directory, size):>10.0f} us")
     rate = 100 * await per_second(1, seconds, append_turn)
@@ -104,7 +103,7 @@ async def measure(directory: Path, seconds: float) -> None:
     start = time.perf_counter()
     frames = sum(1 for _ in reader.frames(0))
     print(f"read, verified                {frames / (time.perf_counter() - start):>10.0f} /s")
-    print(f"({frames} frames, about {record_bytes} characters each)")
+    print(f"({frames} frames; a SETTLE has {len(encode(settle(0)))} bytes, an INTENT {len(encode(intent(0)))})")
     reader.close()
 
 

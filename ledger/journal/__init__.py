@@ -19,6 +19,7 @@ from ledger.journal.format import (
     Mark,
     Place,
 )
+from ledger.journal.links import broken_link
 from ledger.journal.pruning import prune
 from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, SlotLock, host_id, list_epochs, list_slots
@@ -42,6 +43,7 @@ __all__ = [
     "Override",
     "Place",
     "SlotLock",
+    "broken_link",
     "host_id",
     "list_epochs",
     "list_slots",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import sys
 from pathlib import Path
 
 
@@ -21,13 +24,26 @@ class Files:
 
     def allocate(self, fd: int, size: int) -> None:
         """Reserves the blocks of [0, size): a later write there cannot run out of space."""
-        os.posix_fallocate(fd, 0, size)
+        if sys.platform != "darwin":
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+            else:
+                return
+        missing = size - os.fstat(fd).st_size
+        while missing > 0:
+            missing -= os.pwrite(fd, bytes(min(missing, 1 << 20)), size - missing)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
     def sync_data(self, fd: int) -> None:
-        os.fdatasync(fd)
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # its fsync leaves the data in the drive's cache
+        else:
+            os.fdatasync(fd)
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -52,5 +68,5 @@ class Files:
         while written < len(data):
             more = self.pwrite(fd, data[written:], offset + written)
             if more == 0:
-                raise OSError(28, "the file takes no more bytes")
+                raise OSError(errno.ENOSPC, "the file takes no more bytes")
             written += more

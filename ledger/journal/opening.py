@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
-from ledger.errors import Invalid, LedgerUnavailable
+from ledger.errors import Invalid, JournalDamaged, LedgerUnavailable
 from ledger.journal.closing import Override, close_epoch
 from ledger.journal.files import Files
 from ledger.journal.format import NO_CHAIN, Header, first_chain
@@ -48,7 +48,12 @@ def open_epoch(
         )
     chain, overrides = NO_CHAIN, []
     for info in older:
-        mark, override = close_epoch(files, info.path, at_ms, accept_damage=accept_damage)
+        try:
+            mark, override = close_epoch(files, info.path, at_ms, accept_damage=accept_damage)
+        except JournalDamaged:
+            if info is older[-1] or info.path.exists():
+                raise
+            continue  # pruned in this moment, as only a closed epoch before the newest is
         chain = mark.place.chain
         if override is not None:
             overrides.append(override)

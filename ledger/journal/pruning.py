@@ -11,19 +11,25 @@ from ledger.journal.position import read_mark
 from ledger.journal.segments import PRUNED_NAME, read_header, segment_name, segment_numbers
 from ledger.journal.slots import list_epochs
 
+_REMOVED_PREFIX = "pruned-"
+
 
 def prune(epoch_dir: Path, *, posted_seq: int, before_ms: int) -> int:
     """Removes the segments of an epoch that ended before `before_ms` and hold nothing after `posted_seq`, oldest first.
     A closed epoch of which all is posted and old goes altogether, unless it is the newest of its slot. Returns how many
     segments went. Raises JournalDamaged.
     """
+    for half_removed in epoch_dir.parent.glob(f"{_REMOVED_PREFIX}*"):
+        shutil.rmtree(half_removed)
     mark = read_mark(epoch_dir)
     if mark is None:
         return 0
     numbers = segment_numbers(epoch_dir)
     newest = list_epochs(epoch_dir.parent)[-1].path == epoch_dir
     if mark.closed and mark.at_ms < before_ms and mark.seq <= posted_seq and not newest:
-        shutil.rmtree(epoch_dir)
+        removed = epoch_dir.with_name(_REMOVED_PREFIX + epoch_dir.name)
+        epoch_dir.rename(removed)  # it vanishes at once for a process that lists the slot now
+        shutil.rmtree(removed)
         return len(numbers)
     old = []
     for number in numbers[:-1]:

@@ -14,6 +14,7 @@ from ledger.journal.segments import first_kept, read_header, segment_name, segme
 
 _CHUNK_BYTES = 1 << 20
 _REMEMBERED_PLACES = 16
+_SKIP_FRAMES = 1_000
 _END_OF_TIME = 1 << 62
 
 
@@ -42,7 +43,7 @@ class JournalReader:
         return read_mark_at(self._mark_fd)
 
     def read(self, after_seq: int, limit: int, *, durable_only: bool = True) -> list[Frame]:
-        """At most `limit` frames with seq > after_seq, in order; [] when there are none yet.
+        """The next `limit` frames with seq > after_seq, in order, or all that there are yet.
 
         Raises JournalDamaged when the next frame should be there and is missing, pruned or does not verify; the good
         ones before it are returned first.
@@ -101,9 +102,12 @@ class JournalReader:
             if place.segment < last_segment:
                 following = self._header(place.segment + 1)
                 if place.seq >= following.first_seq - 1:
-                    if found:
-                        break  # a segment that does not follow must not hide the good frames before it
-                    place = self._enter(following, place)
+                    try:
+                        place = self._enter(following, place)
+                    except JournalDamaged:
+                        if not found:
+                            raise
+                        break  # the good frames before it come first
                     continue
                 segment_end = min(last_seq, following.first_seq - 1)
             wanted = min(limit - len(found), segment_end - place.seq)
@@ -149,7 +153,11 @@ class JournalReader:
         start = next((start for start in starts if start.seq <= seq), None)
         if start is None:
             raise JournalDamaged(f"{self.epoch_dir}: frame {seq + 1} is not there any more (pruned or lost)")
-        _, place = self._parse(start, seq - start.seq)
+        place = start
+        while place.seq < seq:
+            skipped, place = self._parse(place, min(seq - place.seq, _SKIP_FRAMES))
+            if not skipped:
+                break
         if place.seq != seq:
             raise self._damaged(place, f"and frame {seq} was asked for")
         return place

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ledger.journal import Files, JournalWriter
+from ledger.journal import Files, JournalReader, JournalWriter, list_epochs
 from ledger.records import Record, Void
 from tests.ledger_journal.material import DyingFiles, open_writer, records_of, void
 
@@ -88,6 +88,28 @@ def test_kill_9_at_any_moment_keeps_every_acknowledged_record(tmp_path: Path, se
     open_writer(slot, 4).abandon()
     for epoch_dir, acks in zip(epochs, acks_before, strict=True):
         assert_kept(records_of(epoch_dir), acks)
+
+
+def test_a_reader_in_another_process_follows_a_writer_through_its_segments(tmp_path: Path) -> None:
+    slot = tmp_path / "0"
+
+    async def work(pipe: int) -> None:
+        writer = open_writer(slot)
+        await append_all(writer, pipe, 400, clients=8)
+        await writer.close()
+
+    pid, reading = in_child(work)
+    while not (epochs := list_epochs(slot)):
+        time.sleep(0.002)
+    reader = JournalReader(epochs[0].path)
+    found: list[Record] = []
+    while (mark := reader.mark()) is None or not mark.closed or len(found) < mark.seq:
+        frames = reader.read(len(found), 50)
+        assert [frame.seq for frame in frames] == [len(found) + 1 + index for index in range(len(frames))]
+        found += [frame.record for frame in frames]
+    os.waitpid(pid, 0)
+    assert_kept(found, acknowledged(reading))
+    assert len(found) == 800
 
 
 def test_death_before_every_operation_of_an_epochs_life_keeps_every_acknowledged_record(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ledger.errors import JournalDamaged
-from ledger.journal import JournalReader, JournalWriter, prune
+from ledger.journal import JournalReader, JournalWriter, broken_link, list_epochs, prune
 from ledger.journal.format import DATA_START
-from tests.ledger_journal.material import SMALL_SEGMENT, UUID_1, open_writer, records_of, void
+from ledger.records import Void
+from tests.ledger_journal.material import SMALL_SEGMENT, UUID_1, FailingFiles, open_writer, records_of, void
 
 
 @pytest.fixture
@@ -136,3 +141,99 @@ async def test_a_closed_epoch_goes_when_all_of_it_is_posted_and_old_but_never_th
     await second.close()
     third = open_writer(slot, 3)  # and the chain goes on
     await third.close()
+    assert broken_link(slot) is None
+
+
+async def test_epochs_that_are_not_one_history_are_named(slot: Path, tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        await (await write(slot, 5, epoch=epoch)).close()
+        await (await write(tmp_path / "1", 6, epoch=epoch)).close()
+    assert broken_link(slot) is None
+    second = list_epochs(slot)[1].path
+    (second / "000001.seg").write_bytes((list_epochs(tmp_path / "1")[1].path / "000001.seg").read_bytes())
+    assert "does not continue" in (broken_link(slot) or "")
+    (second / "000001.seg").write_bytes((list_epochs(slot)[0].path / "000001.seg").read_bytes())
+    assert "belong to epoch 1" in (broken_link(slot) or "")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["durable", "written", "burst", "poll", "poll one", "crash", "end", "prune", "sync fails"]),
+        min_size=5,
+        max_size=40,
+    )
+)
+@settings(max_examples=20, deadline=None)
+def test_over_any_history_a_poster_gets_each_record_once_and_in_order(steps: list[str]) -> None:
+    with TemporaryDirectory() as directory:
+        asyncio.run(History(Path(directory) / "0").live(steps))
+
+
+class History:
+    """A slot's life against its plain model: the list of what was written."""
+
+    def __init__(self, slot: Path) -> None:
+        self.slot = slot
+        self.files = FailingFiles()
+        self.written: list[str] = []
+        self.posted: list[str] = []
+        self.cursors: dict[Path, int] = {}
+        self.readers: dict[Path, JournalReader] = {}
+        self.epoch = 0
+        self.writer = self.restart()
+
+    def restart(self) -> JournalWriter:
+        self.epoch += 1
+        return open_writer(self.slot, self.epoch, files=self.files)
+
+    async def live(self, steps: list[str]) -> None:
+        for step in steps:
+            await self.take(step)
+        await self.writer.close()
+        self.poll(1_000)
+        assert self.posted == self.written
+        for reader in self.readers.values():
+            reader.close()
+
+    async def take(self, step: str) -> None:
+        if step == "durable":
+            await self.writer.append_durable(self.next())
+        elif step == "written":
+            await self.writer.append_written(self.next())
+        elif step == "burst":
+            await asyncio.gather(*(self.writer.append_durable(self.next()) for _ in range(40)))
+        elif step == "sync fails":
+            self.files.fail("sync")
+        elif step == "prune":
+            for path, cursor in self.cursors.items():
+                if path.exists():
+                    prune(path, posted_seq=cursor, before_ms=8)
+        elif step in ("crash", "end"):
+            self.files.heal()
+            await self.end(step)
+        else:
+            self.poll(1 if step == "poll one" else 1_000)
+
+    async def end(self, step: str) -> None:
+        if step == "crash":
+            self.writer.abandon()
+        else:
+            await self.writer.close()
+        self.writer = self.restart()
+
+    def next(self) -> Void:
+        record = void(len(self.written), size=len(self.written) * 131 % 900)
+        self.written.append(record.request_id)
+        return record
+
+    def poll(self, limit: int) -> None:
+        for info in list_epochs(self.slot):
+            reader = self.readers.setdefault(info.path, JournalReader(info.path))
+            frames = reader.read(self.cursors.get(info.path, 0), limit)
+            for frame in frames:
+                assert isinstance(frame.record, Void)
+                self.posted.append(frame.record.request_id)
+                self.cursors[info.path] = frame.seq
+            if len(frames) == limit:
+                return
+        assert self.posted == self.written[: len(self.posted)]

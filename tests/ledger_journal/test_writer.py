@@ -125,6 +125,12 @@ async def test_a_slot_has_one_process(slot: Path) -> None:
     SlotLock.acquire(slot).release()
 
 
+def test_a_slot_that_cannot_be_written_is_refused(slot: Path) -> None:
+    slot.write_text("in the way")
+    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+        open_writer(slot)
+
+
 async def test_a_lock_taken_before_the_epoch_is_known_passes_to_the_writer(slot: Path) -> None:
     lock = SlotLock.acquire(slot)
     writer = JournalWriter.open(slot, epoch=1, journal_uuid=UUID_1, lock=lock)
