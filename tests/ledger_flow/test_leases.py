@@ -1,0 +1,213 @@
+"""Slices of money in several workers: never overspent, nothing stranded, no refusal while money lies idle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sqlalchemy import text, update
+
+from ledger.errors import InsufficientQuota, LedgerUnavailable
+from ledger.gate import Gate
+from ledger.leases import Fenced
+from ledger.quotas import Scope
+from ledger.schema import slots
+from tests.ledger_flow.material import USD, House, price, run, used
+from tests.ledger_flow.processes import lines, spender
+from tests.ledger_flow.test_holds import proven
+
+PRICE = price(100, 200)
+
+
+async def refreshing(*gates: Gate) -> None:
+    while True:
+        await asyncio.sleep(0.1)
+        for gate in gates:
+            await gate.refresh()
+
+
+async def test_idle_money_of_another_worker_is_recalled_before_anyone_is_refused(either: House) -> None:
+    await either.budget(Scope.of_key(either.key_id), 4 * PRICE)
+    rich, poor = await either.gate(0), await either.gate(1)
+    hold = await rich.hold(either.ask(output=600))
+    await hold.void("not needed")
+    assert any(slice.free >= 2 * PRICE for slice in rich.leases.slices.values() if slice.kind == "budget")
+    background = asyncio.create_task(refreshing(rich, poor))
+    for _ in range(4):
+        hold = await run(poor, either.ask())
+        assert hold.output_tokens == 200
+    with pytest.raises(InsufficientQuota):
+        await poor.hold(either.ask())
+    background.cancel()
+    await proven(either)
+    budget = await either.account("budget")
+    assert budget.debits_pico == budget.credits_pico
+
+
+async def test_a_rich_account_is_leased_in_large_slices_and_a_poor_one_request_by_request(house: House) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    prepaid = next(slice for slice in gate.leases.slices.values() if slice.kind == "prepaid")
+    assert prepaid.taken == 10 * USD // 2
+    await house.budget(Scope.of_key(house.key_id), 3 * PRICE)
+    await gate.refresh()
+    for _ in range(3):
+        hold = await gate.hold(house.ask())
+        await hold.settle(used())
+    budget = next(slice for slice in gate.leases.slices.values() if slice.kind == "budget")
+    assert (budget.free, budget.taken) == (0, 3 * PRICE)
+    await proven(house)
+
+
+async def test_a_warm_hold_needs_no_sql(house: House) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    await house.db.close()
+    house.db.begin = house.db.read = None  # type: ignore[assignment,method-assign]
+    for _ in range(20):
+        await run(gate, house.ask())
+        stream = await gate.hold(house.ask(output=5_000, streamed=True))
+        assert await stream.extend(1_000)
+        await stream.settle(used(100, 1_000))
+    del house.db.begin, house.db.read
+    await proven(house)
+
+
+async def test_an_idle_slice_returns_after_a_while(house: House) -> None:
+    clock = [0]
+
+    def later() -> int:
+        from tests.ledger_flow.material import now_ms
+
+        return now_ms() + clock[0]
+
+    gate = await house.gate(clock=later)
+    await run(gate, house.ask())
+    await gate.refresh()
+    assert await house.leased() > PRICE
+    clock[0] = 31_000
+    await gate.refresh()
+    assert await house.leased() == PRICE  # spent, and not posted yet
+    await proven(house)
+
+
+async def test_while_sql_is_away_leases_are_spent_and_the_poor_are_told_to_come_back(house: House) -> None:
+    await house.budget(Scope.of_key(house.key_id), USD)
+    gate = await house.gate()
+    await run(gate, house.ask())
+    real = house.db.engine, house.db._reader
+    path = str(house.db.engine.url.database)
+    broken = await broken_engine(path)
+    house.db.engine = house.db._reader = broken
+    await gate.refresh()
+    assert any("SQL" in words for words in gate.degraded())
+    for _ in range(50):
+        await run(gate, house.ask())
+    with pytest.raises(LedgerUnavailable) as away:
+        await gate.hold(house.ask(prompt=10_000_000))
+    assert away.value.retry_after_ms > 0
+    with pytest.raises(LedgerUnavailable):
+        await gate.hold(house.ask(idempotency_key="k", body_hash="h"))
+    house.db.engine, house.db._reader = real
+    await asyncio.sleep(0.6)
+    await gate.refresh()
+    assert gate.degraded() == []
+    await run(gate, house.ask(prompt=100_000))
+    await proven(house)
+
+
+async def broken_engine(path: str):  # type: ignore[no-untyped-def]
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    return create_async_engine(f"sqlite+aiosqlite:///{path}.nowhere/none.db")
+
+
+async def test_a_fenced_worker_stops(either: House) -> None:
+    gate = await either.gate()
+    await run(gate, either.ask())
+    hold = await gate.hold(either.ask())
+    async with either.db.begin() as c:
+        await c.execute(update(slots).values(epoch=slots.c.epoch + 1))
+    with pytest.raises(Fenced):
+        await gate.leases.take(next(iter(gate.leases.slices.values())), 10 * USD)
+    await gate.refresh()
+    with pytest.raises(LedgerUnavailable):
+        await gate.hold(either.ask())
+    await hold.settle(used())
+    async with either.db.begin() as c:
+        await c.execute(update(slots).values(epoch=slots.c.epoch - 1))
+
+
+async def test_a_commit_whose_end_nobody_saw_is_read_before_it_is_tried_again(either: House) -> None:
+    """Both ways: it happened, or it did not."""
+    from ledger.database import CommitUnknown, Database
+
+    gate = await either.gate()
+    await run(gate, either.ask())
+    (slice,) = [s for s in gate.leases.slices.values() if s.kind == "prepaid"]
+    real = Database.begin
+    from contextlib import asynccontextmanager
+
+    for happened in (True, False):
+
+        @asynccontextmanager
+        async def cut(self, happened=happened):  # type: ignore[no-untyped-def]
+            if not happened:
+                raise CommitUnknown("cut before COMMIT arrived")
+                yield
+            async with real(self) as c:
+                yield c
+            raise CommitUnknown("cut after COMMIT arrived")
+
+        either.db.begin = cut.__get__(either.db)  # type: ignore[method-assign]
+        with pytest.raises(LedgerUnavailable):
+            await gate.leases.take(slice, 6 * USD)
+        assert not slice.synced
+        del either.db.begin
+        gate.leases.down_since_ms = None
+        await gate.leases.take(slice, USD)
+        async with either.db.read() as c:
+            row = (await c.execute(text("SELECT * FROM leases WHERE account_id = 'x' OR taken_pico > 0"))).first()
+        assert row is not None
+        assert (slice.taken, slice.returned) == (int(row.taken_pico), int(row.returned_pico))
+        assert slice.free == slice.taken - slice.returned - slice.spent
+    await proven(either)
+
+
+async def test_a_failover_that_lost_a_lease_stops_its_spending(either: House) -> None:
+    gate = await either.gate()
+    await run(gate, either.ask())
+    await either.post()
+    async with either.db.begin() as c:
+        await c.execute(text("UPDATE accounts SET leased_pico = 0"))
+        await c.execute(text("UPDATE leases SET taken_pico = posted_pico, revision = revision - 1"))
+    gate.leases.failed()
+    await gate.refresh()
+    (slice,) = [s for s in gate.leases.slices.values() if s.kind == "prepaid"]
+    assert slice.free == 0
+    await run(gate, either.ask())  # takes anew
+    await proven(either)
+
+
+@pytest.mark.parametrize("workers", [4])
+async def test_several_processes_spend_one_budget_to_the_last_pico_and_not_one_more(
+    either: House, workers: int
+) -> None:
+    calls = 200
+    await either.budget(Scope.of_key(either.key_id), calls * PRICE)
+    running = [spender(either, slot) for slot in range(workers)]
+    poster = either.poster()
+    stop = asyncio.Event()
+    posting = asyncio.create_task(poster.run(stop))
+    async with asyncio.timeout(120):
+        await asyncio.to_thread(lambda: [process.wait() for process in running])
+    stop.set()
+    await posting
+    assert [process.returncode for process in running] == [0] * workers
+    receipts = [line for line in lines(either.journal_dir.parent) if line.kind == "D"]
+    budget = await either.account("budget")
+    assert sum(line.second for line in receipts) == budget.debits_pico <= budget.credits_pico
+    assert budget.credits_pico - budget.debits_pico < price(100, 1)  # what is left buys nothing
+    assert sum(line.first for line in receipts) == sum(row.billed_tokens for row in await either.rows())
+    assert not any(row.loss_pico for row in await either.rows())
+    await proven(either)
