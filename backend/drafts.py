@@ -174,7 +174,7 @@ class ModelDraft:
         for sequence, feed, _ in rows:
             assert sequence.slot is not None
             segments.append(Segment(sequence.slot, cache.length(sequence.slot), len(feed)))
-            tokens.extend(feed)
+            tokens.extend(token if token < self.model.vocabulary else 0 for token in feed)  # a padded target's
             last.append(len(tokens) - 1)
         hidden = self.model.forward(tokens, segments)
         ready = []
