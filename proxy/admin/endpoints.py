@@ -80,7 +80,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`path` is below /admin/v1, with {names}. `query` and `body` are Strict structs, or a list of them."""
+    """`path` is below /admin/v1, with {names}. `query` and `body` are Strict structs, or a list of them.
+
+    `answer` is a type, or a tuple of types when it can be one or the other.
+    """
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str

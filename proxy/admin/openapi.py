@@ -60,8 +60,14 @@ def _types(endpoint: Endpoint) -> Iterator[Any]:
         yield endpoint.query
     if endpoint.body is not None:
         yield endpoint.body
-    if _is_json(endpoint) and endpoint.answer is not None:
-        yield endpoint.answer
+    if _is_json(endpoint):
+        yield from _answers(endpoint)
+
+
+def _answers(endpoint: Endpoint) -> tuple[Any, ...]:
+    if endpoint.answer is None:
+        return ()
+    return endpoint.answer if isinstance(endpoint.answer, tuple) else (endpoint.answer,)
 
 
 def _is_json(endpoint: Endpoint) -> bool:
@@ -90,8 +96,9 @@ def _operation(endpoint: Endpoint, schema_of: Iterator[dict[str, Any]], componen
     answer: dict[str, Any] = {"description": "Done"}
     if not _is_json(endpoint):
         answer["content"] = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in endpoint.media_types}
-    elif endpoint.answer is not None:
-        answer["content"] = {"application/json": {"schema": next(schema_of)}}
+    elif _answers(endpoint):
+        shapes = [next(schema_of) for _ in _answers(endpoint)]
+        answer["content"] = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"oneOf": shapes}}}
     error = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
     errors = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     operation["responses"] = {str(endpoint.status): answer, **errors}

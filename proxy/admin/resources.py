@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, invoices, keys, prices, proof, quotas, teams, tokens
+from proxy.admin import audit, invoices, keys, prices, proof, quotas, report, teams, tokens, usage
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -10,6 +10,8 @@ ENDPOINTS: list[Endpoint] = [
     *keys.ENDPOINTS,
     *quotas.ENDPOINTS,
     *prices.ENDPOINTS,
+    *usage.ENDPOINTS,
+    *report.ENDPOINTS,
     *invoices.ENDPOINTS,
     *proof.ENDPOINTS,
     *audit.ENDPOINTS,

@@ -152,10 +152,23 @@ def test_a_database_made_by_another_release_is_refused(base_dir: Path, tallygate
 
 
 COMMANDS = [
-    *("serve", "gateway", "poster", "backend", "migrate", "topup", "grant", "balance", "audit", "config check"),
+    *(
+        "serve",
+        "gateway",
+        "poster",
+        "backend",
+        "migrate",
+        "topup",
+        "grant",
+        "balance",
+        "audit",
+        "usage",
+        "request",
+        "config check",
+    ),
     *("team create", "team list", "team show", "team set", "quota set", "quota list"),
     *("key create", "key list", "key rotate", "key block", "key unblock", "key delete"),
-    *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void", "verify"),
+    *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void", "verify", "report canary"),
     *("price publish", "price list", "fx set", "fx list"),
     *("admin-token create", "admin-token list", "admin-token revoke"),
 ]

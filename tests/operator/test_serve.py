@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import httpx
@@ -59,6 +60,13 @@ class Serving(Served):
     def ask(self, **changes: object) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(f"{self.root}/v1/chat/completions", json=ASK | changes, headers=headers, timeout=30)
+
+    def administrator(self) -> httpx.Client:
+        """With the token of the first start."""
+        token = re.search(r"tg-admin-\S+", self.output())
+        assert token is not None
+        headers = {"authorization": f"Bearer {token[0]}"}
+        return httpx.Client(base_url=f"{self.root}/admin/v1", headers=headers, timeout=30)
 
     def children(self) -> dict[str, psutil.Process]:
         """Role → process."""
@@ -115,15 +123,30 @@ def test_a_request_through_the_demo_key_is_priced_in_both_currencies_and_posted(
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     assert set(usage["tallygate"]) >= {"billed_tokens", "cost_usd", "cost_cny", "price_version"}
-    token = re.search(r"tg-admin-\S+", serving.output())
-    assert token is not None
-    headers = {"authorization": f"Bearer {token[0]}"}
-
-    def spent() -> bool:
-        balance = httpx.get(f"{serving.root}/admin/v1/teams/demo/balance", headers=headers).json()
-        return float(balance["prepaid"]) < 10
-
-    wait_until(spent, 10, "the charge")
+    request_id = answer.headers["x-request-id"]
+    with serving.administrator() as admin:
+        wait_until(lambda: admin.get(f"/requests/{request_id}").status_code == 200, 10, "the posted request")
+        detail = admin.get(f"/requests/{request_id}").json()
+        row = detail["usage"]
+        assert row in admin.get("/usage").json()["data"]
+        assert (row["prompt_tokens"], row["generated_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert row["billed_tokens"] == usage["total_tokens"]
+        costs = {name: usage["tallygate"][name] for name in ("cost_usd", "cost_cny", "price_version")}
+        assert {name: row[name] for name in costs} == costs
+        assert sum(Decimal(transfer["amount"]) for transfer in detail["transfers"]) == Decimal(costs["cost_usd"])
+        assert detail["receipt"]["request_id"] == request_id
+        sums = admin.get("/usage", params={"group_by": "model,day", "team": "demo"}).json()["data"]
+        assert [item["model"] for item in sums] == ["deepseek-v3.2"]
+        spent = Decimal(10) - Decimal(admin.get("/teams/demo/balance").json()["prepaid"])
+        assert spent == Decimal(sums[0]["cost_usd"])
+        compared = admin.get("/reports/canary", params={"model": "deepseek-v3.2"}).json()["data"]
+        assert [(item["deployment"], item["cost_usd"]) for item in compared] == [("legacy", sums[0]["cost_usd"])]
+        proof = admin.post("/verify").json()
+        assert proof["ok"], proof
+        document = admin.get(
+            "/invoices/export", params={"team": "demo", "month": row["period"], "format": "json"}
+        ).json()
+        assert document["cost_usd"] == sums[0]["cost_usd"]
 
 
 def test_secrets_are_readable_by_their_owner_alone(serving: Serving) -> None:

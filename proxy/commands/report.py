@@ -1,0 +1,57 @@
+"""`tallygate report …`: figures that a decision is made on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.commands.options import (
+    HERE,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    act,
+    print_json,
+    print_table,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from proxy.admin.report import Comparison
+
+report = typer.Typer(no_args_is_help=True, help="Figures that a decision is made on.")
+
+
+@report.callback()
+def _group() -> None:
+    """Keeps `canary` a command of its own while it is the only one."""
+
+
+@report.command("canary", epilog="Example: tallygate report canary --model deepseek-v3.2 --from 2026-12-01")
+def canary(
+    model: Annotated[str, typer.Option(help="The model whose deployments are compared.")],
+    team: Annotated[str | None, typer.Option(help="Only this team's requests.")] = None,
+    start: Annotated[str | None, typer.Option("--from", help="From this date or time on.")] = None,
+    to: Annotated[str | None, typer.Option(help="Up to this date or time, itself excluded.")] = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Before and after: the deployments of a model side by side."""
+    from proxy.admin.report import CanaryQuery, compare
+
+    query = CanaryQuery(model=model, team=team, from_=start, to=to)
+    found = act(settings_of(config, data_dir), compare, query=query)
+    if json_:
+        print_json(found)
+        return
+    print_table(("", *("" for _ in found.data)), _rows(found.data), f"no requests for {model} yet")
+
+
+def _rows(compared: list[Comparison]) -> list[tuple[object, ...]]:
+    """One line a figure, one column a deployment."""
+    if not compared:
+        return []
+    figures = compared[0].__struct_fields__
+    return [(name, *(getattr(item, name) for item in compared)) for name in figures]

@@ -1,0 +1,78 @@
+"""`tallygate usage` and `request`: what was used, in rows or sums, and one request to the last entry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from proxy.commands.options import (
+    HERE,
+    ConfigOption,
+    CursorOption,
+    DataDirOption,
+    JsonOption,
+    LimitOption,
+    act,
+    print_json,
+    print_listing,
+    print_table,
+    settings_of,
+)
+
+ROW_COLUMNS = (
+    *("created_at", "request_id", "model", "deployment", "draft_model", "status"),
+    *("prompt_tokens", "generated_tokens", "billed_tokens", "cost_usd", "cost_cny"),
+)
+SUM_COLUMNS = (
+    *("requests", "prompt_tokens", "generated_tokens", "billed_tokens", "draft_tokens", "accepted_tokens"),
+    *("cost_usd", "cost_cny"),
+)
+_NAMES = {"team": "team_id", "key": "key_id"}
+
+
+def usage(
+    team: Annotated[str | None, typer.Option(help="Only this team's, by id or name.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only this key's, by id.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model's.")] = None,
+    start: Annotated[str | None, typer.Option("--from", help="From this date or time on.")] = None,
+    to: Annotated[str | None, typer.Option(help="Up to this date or time, itself excluded.")] = None,
+    month: Annotated[str | None, typer.Option(help="Only this billing month, YYYY-MM.")] = None,
+    group_by: Annotated[
+        str | None, typer.Option(help="Sums by team, key, model, day, draft_model …; comma-separated.")
+    ] = None,
+    limit: LimitOption = 100,
+    cursor: CursorOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Requests, the newest first, or sums of them."""
+    from proxy.admin.usage import UsageQuery, list_usage
+
+    query = UsageQuery(
+        team=team, key=key, model=model, period=month, from_=start, to=to, group_by=group_by, limit=limit, cursor=cursor
+    )
+    found = act(settings_of(config, data_dir), list_usage, query=query)
+    groups = [_NAMES.get(name.strip(), name.strip()) for name in (group_by or "").split(",") if name.strip()]
+    columns = ROW_COLUMNS if group_by is None else (*groups, *SUM_COLUMNS)
+    print_listing(found, columns, json_, "nothing used yet")
+
+
+def request(
+    request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="The x-request-id of the response.")],
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """One request: what it used, what it cost, who paid, and its receipt."""
+    from proxy.admin.usage import RequestQuery, get_request
+
+    found = act(settings_of(config, data_dir), get_request, query=RequestQuery(), path={"request": request})
+    if json_:
+        print_json(found)
+        return
+    usage = found.usage
+    print_table(("field", "value"), [(name, getattr(usage, name)) for name in usage.__struct_fields__], "")
+    rows = [(item.kind, item.source, item.destination, item.amount, item.currency) for item in found.transfers]
+    print_table(("transfer", "from", "to", "amount", "currency"), rows, "")
