@@ -51,7 +51,7 @@ def test_modes_are_read_without_regard_to_case_and_others_are_refused() -> None:
 
 
 def test_a_key_narrows_the_drafts_and_never_widens_them() -> None:
-    only = {"key_drafts": frozenset({"gpt2-small", "elsewhere"})}
+    only: dict[str, Any] = {"key_drafts": frozenset({"gpt2-small", "elsewhere"})}
     assert choose("enabled", **only) == Speculation("enabled", "gpt2-small")
     with pytest.raises(Refusal) as refused:
         choose("enabled", "qwen-0.5b", **only)
@@ -61,7 +61,7 @@ def test_a_key_narrows_the_drafts_and_never_widens_them() -> None:
 
 
 def test_a_model_without_drafts_answers_without_speculation() -> None:
-    none = {"allowed": (), "default": None}
+    none: dict[str, Any] = {"allowed": (), "default": None}
     assert choose("enabled", **none) == Speculation("enabled", None)
     with pytest.raises(Refusal) as refused:
         choose(None, "qwen-0.5b", **none)

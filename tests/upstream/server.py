@@ -9,13 +9,12 @@ import json
 import socket
 import struct
 import time
-import zlib
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import httptools
 
 from tests.upstream import answers
+from tests.upstream.bodies import BodyWriter
 from tests.upstream.faults import FAULTS, Fault, fault_of
 
 ANSWER_PATHS = ("/chat/completions", "/completions")
@@ -136,6 +135,9 @@ class Connection(asyncio.Protocol):
         if self.gone.is_set():
             raise ClientGone
 
+    def close(self) -> None:
+        self.transport.close()
+
     def reset(self) -> None:
         """Close with a TCP reset."""
         sock = self.transport.get_extra_info("socket")
@@ -216,7 +218,7 @@ class Exchange:
             raise ClientGone
         if fault.accept != "answer":
             self.entry["outcome"] = fault.accept
-            (connection.reset if fault.accept == "reset" else connection.transport.close)()
+            (connection.reset if fault.accept == "reset" else connection.close)()
             return
         await connection.pause(fault.headers_delay_ms)
         if fault.body is not None:
@@ -254,7 +256,9 @@ class Exchange:
         self.entry["produced_tokens"] = len(answer.tokens)
         body = answers.plain_body(answer, fault)
         self.entry["reported"] = json.loads(body).get("usage")
-        writer = BodyWriter(self, {"content-type": fault.content_type or "application/json"}, size=len(body))
+        writer = BodyWriter(
+            self._connection, self._fault, {"content-type": fault.content_type or "application/json"}, size=len(body)
+        )
         await writer.head()
         if fault.end == "done":
             self.entry |= {"sent_tokens": len(answer.tokens), "outcome": "done"}
@@ -272,7 +276,9 @@ class Exchange:
     async def _stream(self, answer: answers.Answer) -> None:
         fault, connection = self._fault, self._connection
         options = self._body.get("stream_options") or {}
-        writer = BodyWriter(self, {"content-type": fault.content_type or "text/event-stream; charset=utf-8"})
+        writer = BodyWriter(
+            self._connection, self._fault, {"content-type": fault.content_type or "text/event-stream; charset=utf-8"}
+        )
         await writer.head()
         await connection.pause(fault.first_chunk_delay_ms)
         if fault.bom:
@@ -315,7 +321,7 @@ class Exchange:
         self.entry["outcome"] = end
         if end in ("close", "half"):
             await connection.pause(5)  # so that what was written arrives first
-            connection.transport.close()
+            connection.close()
         elif end == "reset":
             await connection.pause(20)
             connection.reset()
@@ -333,93 +339,15 @@ class Exchange:
 
     async def _send_whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         writer = BodyWriter(
-            self, {"content-type": "application/json", **(headers or {})}, size=len(body), status=status
+            self._connection,
+            self._fault,
+            {"content-type": "application/json", **(headers or {})},
+            size=len(body),
+            status=status,
         )
         await writer.head()
         await writer.part(body)
         await writer.end()
-
-
-class BodyWriter:
-    """One response: head, parts, end, with the wanted framing, encoding and packets."""
-
-    def __init__(
-        self, exchange: Exchange, headers: dict[str, str], *, size: int | None = None, status: int = 0
-    ) -> None:
-        self._connection = exchange._connection
-        fault = self._fault = exchange._fault
-        self._status = status or fault.status
-        framing = "length" if size is not None and fault.framing == "chunked" else fault.framing
-        if size is None and (fault.length_error or framing == "length"):
-            size, framing = 1_000_000 if fault.length_error >= 0 else 60, "length"
-        if status == 204:
-            size = None
-        self._deflate = _encoder(fault.encoding)
-        if self._deflate is not None and framing == "length":
-            framing = "chunked"
-        self._chunked = framing == "chunked" and status != 204
-        self._headers = {**headers, **fault.headers}
-        encoding = {"gzip": "gzip", "deflate": "deflate", "raw-deflate": "deflate", "br-lie": "br"}.get(fault.encoding)
-        if encoding:
-            self._headers["content-encoding"] = encoding
-        if self._chunked:
-            self._headers["transfer-encoding"] = "chunked"
-        elif framing == "length" and size is not None:
-            self._headers["content-length"] = str(size + fault.length_error)
-        self._closes = framing == "close" or bool(fault.length_error) or not fault.keep_alive
-        self._closes = self._closes or (framing == "length" and size == 1_000_000)
-        if self._closes:
-            self._headers["connection"] = "close"
-
-    async def head(self) -> None:
-        lines = [f"HTTP/1.1 {self._status} X", *(f"{name}: {value}" for name, value in self._headers.items())]
-        data = "\r\n".join([*lines, "", ""]).encode()
-        if not self._fault.headers_trickle_ms:
-            await self._connection.write(data)
-            return
-        for i in range(len(data)):
-            await self._connection.write(data[i : i + 1])
-            await self._connection.pause(self._fault.headers_trickle_ms)
-
-    async def part(self, data: bytes) -> None:
-        if data and self._deflate is not None:
-            data = self._deflate(data, False)
-        await self._packets(data)
-
-    async def end(self) -> None:
-        if self._deflate is not None:
-            await self._packets(self._deflate(b"", True))
-        if self._chunked:
-            await self._connection.write(b"0\r\n\r\n")
-        if self._closes:
-            self._connection.transport.close()
-
-    async def _packets(self, data: bytes) -> None:
-        for packet in _cut(data, self._fault.packet_bytes):
-            await self._connection.write(b"%x\r\n%b\r\n" % (len(packet), packet) if self._chunked else packet)
-            if self._fault.packet_bytes:
-                await self._connection.pause(0)
-
-
-def _cut(data: bytes, size: int) -> Iterator[bytes]:
-    if not data:
-        return
-    if not size:
-        yield data
-        return
-    for start in range(0, len(data), size):
-        yield data[start : start + size]
-
-
-def _encoder(encoding: str) -> Callable[[bytes, bool], bytes] | None:
-    if encoding in ("identity", "br-lie"):
-        return None
-    compressor = zlib.compressobj(wbits={"gzip": 31, "deflate": 15, "raw-deflate": -15}[encoding])
-
-    def encode(data: bytes, last: bool) -> bytes:
-        return compressor.compress(data) + compressor.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
-
-    return encode
 
 
 async def serve(port: int, log_path: str | None) -> None:
