@@ -8,10 +8,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.services import Postgres, Valkey, running
 from tests.upstream.process import FakeUpstream
+
+hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class UnsyncedFiles(Files):
         pass
 
 
-class HookedFiles(Files):
+class HookedFiles(UnsyncedFiles):
     """Calls `before(operation, size)` before each operation that changes the disk; it may raise, count or end the
     process. `operation`: open, write, allocate, truncate, sync, sync_directory, rename, unlink."""
 
@@ -142,12 +142,6 @@ class DyingFiles(HookedFiles):
         if self._left == 1:
             os.pwrite(fd, data[: len(data) // 2], offset)
         return super().pwrite(fd, data, offset)
-
-    def sync_data(self, fd: int) -> None:
-        self.before("sync", 0)
-
-    def sync_directory(self, path: Path) -> None:
-        self.before("sync_directory", 0)
 
     def _count_down(self, _operation: str, _size: int) -> None:
         self._left -= 1

@@ -189,6 +189,7 @@ class History:
     async def live(self, steps: list[str]) -> None:
         for step in steps:
             await self.take(step)
+        self.files.heal()
         await self.writer.close()
         self.poll(1_000)
         assert self.posted == self.written
