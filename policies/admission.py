@@ -78,17 +78,27 @@ class Slot:
         self._held = False
         self._since = 0.0
 
+    def take(self) -> bool:
+        """A place at once, if one is free and nobody waits."""
+        if self._lane.take():
+            self._hold()
+            return True
+        return False
+
     async def acquire(self) -> None:
         lane = self._lane
         if not lane.take():
             await lane.wait(self._tenant)
-        self._held = True
-        self._since = asyncio.get_running_loop().time()
+        self._hold()
 
     def release(self) -> None:
         if self._held:
             self._held = False
             self._lane.leave(asyncio.get_running_loop().time() - self._since)
+
+    def _hold(self) -> None:
+        self._held = True
+        self._since = asyncio.get_running_loop().time()
 
     async def __aenter__(self) -> Slot:
         await self.acquire()

@@ -26,20 +26,16 @@ class ClientGone(Exception):
     """The client hung up before its request was complete."""
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header field of that (lower-case) name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """The request's header fields by lower-case name; of a repeated one the last."""
+    return dict(scope["headers"])
 
 
-def text_header(scope: Scope, name: bytes) -> str | None:
-    value = header(scope, name)
+def text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1").strip()
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+async def read_body(receive: Receive, limit_bytes: int) -> bytes:
     """The whole request body. Raises ApiError 413, ClientGone.
 
     A body that is too large is read on for a while, unkept: a client that is still sending would not see our answer.
@@ -102,8 +98,8 @@ class Reply:
         await self.whole(error.status, error.body(), [JSON, *error.headers()])
 
 
-def refuse_packed_body(scope: Scope) -> None:
-    """Raises ApiError 400 for bodies that are packed: they would have to be unpacked within a bound."""
-    encoding = header(scope, b"content-encoding")
+def refuse_packed_body(headers: dict[bytes, bytes]) -> None:
+    """Raises ApiError 400 for a compressed body: it would have to be unpacked within a bound."""
+    encoding = headers.get(b"content-encoding")
     if encoding is not None and encoding.lower() != b"identity":
         raise invalid("A compressed request body is not accepted: send it without `content-encoding`.")

@@ -13,8 +13,7 @@ from typing import TypeVar
 import structlog
 
 from ledger.errors import LedgerError
-from ledger.gate import Gate, Outcome, Receipt, Tokens
-from ledger.money import format_amount
+from ledger.gate import Gate, Outcome, Tokens
 from ledger.records import Status
 from policies.access import check_access
 from policies.admission import Admission
@@ -29,15 +28,15 @@ from proxy.asgi import (
     Reply,
     Scope,
     Send,
-    header,
+    headers_of,
     read_body,
     refuse_packed_body,
-    text_header,
+    text,
 )
 from proxy.auth import Keyring, bearer
 from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
-from proxy.metering import measured, shown, without_generation
+from proxy.metering import Settled, measured, without_generation
 from proxy.metrics import Metrics
 from proxy.openai.chunks import StreamReader
 from proxy.openai.dialects import Dialect
@@ -109,24 +108,25 @@ class Gateway:
     async def _understand(
         self, dialect: Dialect, scope: Scope, receive: Receive, request_id: str, at_ms: int
     ) -> Request:
-        principal = await self._keyring.principal(bearer(header(scope, b"authorization")))
-        refuse_packed_body(scope)
-        call = dialect.parse(await read_body(scope, receive, self._max_body_bytes))
+        headers = headers_of(scope)
+        principal = await self._keyring.principal(bearer(headers.get(b"authorization")))
+        refuse_packed_body(headers)
+        call = dialect.parse(await read_body(receive, self._max_body_bytes))
         client = scope.get("client")
         check_access(principal, call.model, client[0] if client else None, call.end_user, at_ms)
         route = self._routes.get(call.model)
         if route is None:
             raise model_not_found(call.model)
         speculation = choose_draft(
-            text_header(scope, b"x-speculative-decoding"),
-            text_header(scope, b"x-draft-model"),
+            text(headers.get(b"x-speculative-decoding")),
+            text(headers.get(b"x-draft-model")),
             model=call.model,
             allowed=route.settings.drafts,
             default=route.settings.default_draft,
             key_drafts=principal.drafts,
             route_default_mode=route.settings.speculative,
         )
-        return Request(request_id, at_ms, dialect, call, principal, route, speculation, scope)
+        return Request(request_id, at_ms, dialect, call, principal, route, speculation, headers)
 
     # May it run now, and who pays
 
@@ -168,7 +168,8 @@ class Gateway:
             slot = self._admission.slot(deployment.name, run.request.principal.team_id)
             run.watch.restart(patience.total)
             try:
-                await _in_time(run, deployment, slot.acquire(), patience.total)
+                if not slot.take():
+                    await _in_time(run, deployment, slot.acquire(), patience.total)
                 if run.request.call.streamed:
                     await self._stream(run, deployment, patience)
                 else:
@@ -193,7 +194,7 @@ class Gateway:
         request, upstream = run.request, deployment.upstream
         body = forward_body(request.call, deployment.model, run.lowered_limit(), continuous_usage=upstream.is_backend)
         headers = b"x-request-id: %b\r\n" % request.id.encode()
-        traceparent = header(request.scope, b"traceparent")
+        traceparent = request.headers.get(b"traceparent")
         if traceparent is not None:
             headers += b"traceparent: %b\r\n" % traceparent
         speculation = request.speculation
@@ -229,9 +230,9 @@ class Gateway:
             reason="no_usage",
             absurd=plain.absurd,
         )
-        receipt = await self._settle(run, "completed", tokens, told)
-        usage = shown(tokens, receipt, run.draft_model, generates=request.dialect.generates)
-        await run.reply.whole(200, plain.body(usage), [JSON, *self._headers(run, receipt, told)])
+        settled = await self._settle(run, "completed", tokens, told)
+        body = plain.body(settled.usage(generates=request.dialect.generates))
+        await run.reply.whole(200, body, [JSON, *self._headers(run, settled)])
 
     async def _whole(self, run: Run, deployment: Deployment) -> bytes:
         answer = await self._send(run, deployment)
@@ -273,14 +274,14 @@ class Gateway:
             reason="no_usage" if ending.how == "done" else ending.how,
             absurd=reader.absurd,
         )
-        receipt = await self._settle(run, ending.status, tokens, told, relay.first_token_ns)
+        settled = await self._settle(run, ending.status, tokens, told, relay.first_token_ns)
         if ending.how == "gone":
             return None
         if ending.error is not None:
             return await run.reply.end(request.dialect.error_event(ending.error))
         tail = reader.cut_event(request.dialect.is_chat) if ending.how == "cut" else b""
         if request.call.include_usage:
-            tail += reader.usage_event(shown(tokens, receipt, run.draft_model, generates=True))
+            tail += reader.usage_event(settled.usage())
         return await run.reply.end(tail + DONE_EVENT)
 
     async def _nothing(self, run: Run, ending: Ending) -> None:
@@ -294,7 +295,7 @@ class Gateway:
 
     async def _settle(
         self, run: Run, status: Status, tokens: Tokens, told: Counts | None, first_token_ns: int | None = None
-    ) -> Receipt:
+    ) -> Settled:
         deployment = run.deployment
         assert deployment is not None
         if told is not None:
@@ -315,9 +316,9 @@ class Gateway:
         receipt = await run.hold.settle(outcome)
         run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)
         self._metrics.settled(run.request.call.model, outcome, receipt)
-        return receipt
+        return Settled(tokens, receipt, run.draft_model)
 
-    def _headers(self, run: Run, receipt: Receipt | None = None, told: Counts | None = None) -> Headers:
+    def _headers(self, run: Run, settled: Settled | None = None) -> Headers:
         deployment = run.deployment
         assert deployment is not None
         headers = [
@@ -325,12 +326,12 @@ class Gateway:
             (b"x-tallygate-draft-model", (run.draft_model or "none").encode("latin-1", "replace")),
         ]
         headers += [(name.encode(), value.encode()) for name, value in run.ticket.headers().items()]
-        if receipt is not None:
-            headers.append((b"x-tallygate-cost-usd", format_amount(receipt.cost_usd_pico).encode()))
-            headers.append((b"x-tallygate-cost-cny", format_amount(receipt.cost_cny_pico).encode()))
-        rate = acceptance_rate(told) if told is not None else None
-        if rate is not None:
-            headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
+        if settled is not None:
+            headers.append((b"x-tallygate-cost-usd", settled.cost_usd))
+            headers.append((b"x-tallygate-cost-cny", settled.cost_cny))
+            rate = acceptance_rate(settled.tokens)
+            if rate is not None:
+                headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
         return headers
 
     async def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:

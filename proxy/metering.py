@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from ledger.gate import Receipt, Tokens
+from ledger.money import format_amount
 from proxy.openai.usage import Counts, usage_object
 
 
@@ -50,27 +51,29 @@ def measured(
     )
 
 
-def shown(tokens: Tokens, receipt: Receipt, draft_model: str | None, *, generates: bool) -> bytes:
-    """The usage object that the client gets: what was settled, and nothing else."""
-    counts = Counts(
-        tokens.prompt_tokens,
-        tokens.generated_tokens,
-        tokens.cached_tokens,
-        tokens.cache_write_tokens,
-        tokens.reasoning_tokens,
-        draft_model,
-        tokens.draft_tokens,
-        tokens.accepted_tokens,
-        tokens.target_passes,
-    )
-    return usage_object(
-        counts,
-        billed_tokens=receipt.billed_tokens,
-        cost_usd_pico=receipt.cost_usd_pico,
-        cost_cny_pico=receipt.cost_cny_pico,
-        price_version=receipt.price_version,
-        embeddings=not generates,
-    )
+class Settled:
+    """A settled request as the client is told of it."""
+
+    __slots__ = ("cost_cny", "cost_usd", "draft_model", "receipt", "tokens")
+
+    def __init__(self, tokens: Tokens, receipt: Receipt, draft_model: str | None) -> None:
+        self.tokens = tokens
+        self.receipt = receipt
+        self.draft_model = draft_model
+        self.cost_usd = format_amount(receipt.cost_usd_pico).encode()
+        self.cost_cny = format_amount(receipt.cost_cny_pico).encode()
+
+    def usage(self, *, generates: bool = True) -> bytes:
+        """The usage object: what was settled, and nothing else."""
+        return usage_object(
+            self.tokens,
+            self.draft_model,
+            billed_tokens=self.receipt.billed_tokens,
+            cost_usd=self.cost_usd,
+            cost_cny=self.cost_cny,
+            price_version=self.receipt.price_version,
+            generates=generates,
+        )
 
 
 def without_generation(told: Counts | None) -> Counts | None:

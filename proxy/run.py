@@ -8,7 +8,7 @@ from ledger.gate import Ask, Hold, Spender
 from policies.access import Principal
 from policies.drafts import Speculation
 from policies.quotas import Ticket
-from proxy.asgi import Reply, Scope
+from proxy.asgi import Reply
 from proxy.openai.dialects import Dialect
 from proxy.openai.requests import Call
 from proxy.routing import Deployment, Route
@@ -31,7 +31,7 @@ class Request:
     principal: Principal
     route: Route
     speculation: Speculation
-    scope: Scope
+    headers: dict[bytes, bytes]
 
     @property
     def output_limit(self) -> int:

@@ -7,11 +7,9 @@ Families: OpenAI, vLLM, SGLang, llama.cpp and Ollama (`prompt_tokens_details.cac
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
-
-from ledger.money import format_amount
 
 MAX_BELIEVED_TOKENS = 100_000_000
 
@@ -113,57 +111,75 @@ def _count(value: Any) -> int | None:
     return value
 
 
+class Used(Protocol):
+    """Settled counts: `Counts` without a None, or the ledger's `Tokens`."""
+
+    @property
+    def prompt_tokens(self) -> int | None: ...
+    @property
+    def generated_tokens(self) -> int | None: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def cache_write_tokens(self) -> int: ...
+    @property
+    def reasoning_tokens(self) -> int: ...
+    @property
+    def draft_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
+    @property
+    def target_passes(self) -> int: ...
+
+
 def usage_object(
-    counts: Counts,
+    used: Used,
+    draft_model: str | None,
     *,
     billed_tokens: int,
-    cost_usd_pico: int,
-    cost_cny_pico: int,
+    cost_usd: bytes,
+    cost_cny: bytes,
     price_version: str,
-    embeddings: bool = False,
+    generates: bool = True,
 ) -> bytes:
-    """The usage object of an answer, as JSON, from what the ledger settled. `counts` has no None any more.
+    """The usage object of an answer, as JSON, from what the ledger settled. `total_tokens` is what is billed.
 
-    `total_tokens` is what is billed.
+    cost_*: decimal texts. generates: False for embeddings, whose usage has no `completion_tokens`.
     """
-    generated = b"" if embeddings else b'"completion_tokens":%d,' % (counts.generated_tokens or 0)
-    written = b',"cache_write_tokens":%d' % counts.cache_write_tokens if counts.cache_write_tokens else b""
-    reasoning = (
-        b'"completion_tokens_details":{"reasoning_tokens":%d},' % counts.reasoning_tokens
-        if counts.reasoning_tokens
-        else b""
-    )
+    generated = b'"completion_tokens":%d,' % (used.generated_tokens or 0) if generates else b""
+    written = b',"cache_write_tokens":%d' % used.cache_write_tokens if used.cache_write_tokens else b""
+    reasoning = b""
+    if used.reasoning_tokens:
+        reasoning = b'"completion_tokens_details":{"reasoning_tokens":%d},' % used.reasoning_tokens
     return (
         b'{"prompt_tokens":%d,%b"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d%b},%b'
         b'"tallygate":{"billed_tokens":%d,"cost_usd":"%b","cost_cny":"%b","price_version":%b,"speculative":%b}}'
         % (
-            counts.prompt_tokens or 0,
+            used.prompt_tokens or 0,
             generated,
             billed_tokens,
-            counts.cached_tokens,
+            used.cached_tokens,
             written,
             reasoning,
             billed_tokens,
-            format_amount(cost_usd_pico).encode(),
-            format_amount(cost_cny_pico).encode(),
+            cost_usd,
+            cost_cny,
             msgspec.json.encode(price_version),
-            _speculative(counts),
+            b"null" if draft_model is None else _speculative(used, draft_model),
         )
     )
 
 
-def acceptance_rate(counts: Counts) -> str | None:
+def acceptance_rate(used: Used) -> str | None:
     """Accepted of drafted tokens, to four places; None when nothing was drafted."""
-    return f"{counts.accepted_tokens / counts.draft_tokens:.4f}" if counts.draft_tokens else None
+    return f"{used.accepted_tokens / used.draft_tokens:.4f}" if used.draft_tokens else None
 
 
-def _speculative(counts: Counts) -> bytes:
-    if counts.draft_model is None:
-        return b"null"
+def _speculative(used: Used, draft_model: str) -> bytes:
     return b'{"draft_model":%b,"draft_tokens":%d,"accepted_tokens":%d,"acceptance_rate":%b,"target_passes":%d}' % (
-        msgspec.json.encode(counts.draft_model),
-        counts.draft_tokens,
-        counts.accepted_tokens,
-        (acceptance_rate(counts) or "null").encode(),
-        counts.target_passes,
+        msgspec.json.encode(draft_model),
+        used.draft_tokens,
+        used.accepted_tokens,
+        (acceptance_rate(used) or "null").encode(),
+        used.target_passes,
     )

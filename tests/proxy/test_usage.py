@@ -90,13 +90,7 @@ def test_parts_never_exceed_the_whole() -> None:
 def test_the_usage_object_is_openais_plus_one_block() -> None:
     counts = Counts(5, 8, 2, 1, 3, "qwen-0.5b", 10, 7, 3)
     usage = json.loads(
-        usage_object(
-            counts,
-            billed_tokens=13,
-            cost_usd_pico=5_376_000_000_000,
-            cost_cny_pico=39_244_800_000_000,
-            price_version="v1",
-        )
+        usage_object(counts, "qwen-0.5b", billed_tokens=13, cost_usd=b"5.376", cost_cny=b"39.2448", price_version="v1")
     )
     assert usage == {
         "prompt_tokens": 5,
