@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from ledger.errors import LedgerError
+from ledger.errors import AlreadyAnswered, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
 from ledger.records import Status
 from policies.access import check_access
@@ -56,6 +56,7 @@ from proxy.openai.requests import estimated_prompt_tokens, forward_body
 from proxy.openai.sse import DONE_EVENT
 from proxy.openai.usage import Counts, acceptance_rate
 from proxy.relay import Ending, Relay
+from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
 from proxy.routing import Deployment, Route
 from proxy.run import Request, Run
 from proxy.upstream import Answer, Patience, UpstreamFailed, failure_of, read_all
@@ -111,7 +112,8 @@ class Gateway:
         headers = headers_of(scope)
         principal = await self._keyring.principal(bearer(headers.get(b"authorization")))
         refuse_packed_body(headers)
-        call = dialect.parse(await read_body(receive, self._max_body_bytes))
+        body = await read_body(receive, self._max_body_bytes)
+        call = dialect.parse(body)
         client = scope.get("client")
         check_access(principal, call.model, client[0] if client else None, call.end_user, at_ms)
         route = self._routes.get(call.model)
@@ -126,7 +128,9 @@ class Gateway:
             key_drafts=principal.drafts,
             route_default_mode=route.settings.speculative,
         )
-        return Request(request_id, at_ms, dialect, call, principal, route, speculation, headers)
+        key = idempotency_key(headers.get(b"idempotency-key"))
+        once = None if key is None else (key, body_hash(dialect.path, body))
+        return Request(request_id, at_ms, dialect, call, principal, route, speculation, headers, once)
 
     # May it run now, and who pays
 
@@ -139,6 +143,10 @@ class Gateway:
         ticket = await self._limiter.admit(principal, call.model, call.end_user, call.estimated_tokens)
         try:
             hold = await self._gate.hold(request.ask(candidates[0]))
+        except AlreadyAnswered as done:
+            ticket.cancel()
+            await replay(self._gate.db, request.dialect, call, done.request_id, done.answer, reply)
+            return
         except BaseException:
             ticket.cancel()
             raise
@@ -230,7 +238,8 @@ class Gateway:
             reason="no_usage",
             absurd=plain.absurd,
         )
-        settled = await self._settle(run, "completed", tokens, told)
+        answer = keep(False, body) if request.once is not None else None
+        settled = await self._settle(run, "completed", tokens, told, answer=answer)
         body = plain.body(settled.usage(generates=request.dialect.generates))
         await run.reply.whole(200, body, [JSON, *self._headers(run, settled)])
 
@@ -253,6 +262,8 @@ class Gateway:
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:
             await relay.open()
+            if run.request.once is not None:
+                relay.recorder = Recorder()
             ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
             await self._finish(run, ending, reader, relay)
         except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first
@@ -274,7 +285,8 @@ class Gateway:
             reason="no_usage" if ending.how == "done" else ending.how,
             absurd=reader.absurd,
         )
-        settled = await self._settle(run, ending.status, tokens, told, relay.first_token_ns)
+        answer = relay.recorder.kept() if relay.recorder is not None and ending.how == "done" else None
+        settled = await self._settle(run, ending.status, tokens, told, relay.first_token_ns, answer)
         if ending.how == "gone":
             return None
         if ending.error is not None:
@@ -294,7 +306,13 @@ class Gateway:
     # What it cost
 
     async def _settle(
-        self, run: Run, status: Status, tokens: Tokens, told: Counts | None, first_token_ns: int | None = None
+        self,
+        run: Run,
+        status: Status,
+        tokens: Tokens,
+        told: Counts | None,
+        first_token_ns: int | None = None,
+        answer: bytes | None = None,
     ) -> Settled:
         deployment = run.deployment
         assert deployment is not None
@@ -312,6 +330,7 @@ class Gateway:
             else price.cost(tokens.prompt_tokens, tokens.cached_tokens, tokens.generated_tokens),
             latency_ms=run.reply.elapsed_ms(),
             ttft_ms=None if first_token_ns is None else run.reply.elapsed_ms(first_token_ns),
+            answer=answer,
         )
         receipt = await run.hold.settle(outcome)
         run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)

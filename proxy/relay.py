@@ -13,6 +13,7 @@ from proxy.http1 import ConnectionLost
 from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError, upstream_error, upstream_timeout
 from proxy.openai.sse import KEEP_ALIVE, EventCutter, EventTooLong
+from proxy.replay import Recorder
 from proxy.upstream import Answer, Patience, UpstreamFailed
 from proxy.watch import Interrupted, Watch
 
@@ -46,6 +47,8 @@ class Relay:
         self._pending = b""
         self._ending: Ending | None = None
         self.reader = reader
+        self.recorder: Recorder | None = None
+        """Set when the answer may be asked for again."""
         self.first_token_ns: int | None = None
 
     async def open(self) -> None:
@@ -79,6 +82,8 @@ class Relay:
                 if not reply.begun:
                     await reply.begin(200, [*STREAM_HEADERS, *headers])
                 await self._write(reply, out)
+                if self.recorder is not None:
+                    self.recorder.add(out)
                 usage = self.reader.usage
                 told = usage.prompt_tokens if usage is not None else None
                 hold.progress(prompt_tokens if told is None else told, self.reader.generated_tokens)
@@ -162,6 +167,8 @@ class Relay:
             self.reader.accept(piece)
             if piece.out and reply.begun:
                 await self._write(reply, piece.out)
+                if self.recorder is not None:
+                    self.recorder.add(piece.out)
         if self.reader.finished or self.reader.usage_is_final:
             return self._set(Ending("done"))
         return self._set(Ending("broken", self._failed("broke off before the answer was complete").error))

@@ -32,6 +32,8 @@ class Request:
     route: Route
     speculation: Speculation
     headers: dict[bytes, bytes]
+    once: tuple[str, str] | None = None
+    """Its Idempotency-Key and the hash of its body."""
 
     @property
     def output_limit(self) -> int:
@@ -67,6 +69,7 @@ class Request:
             self.output_limit * call.choices,
             self.extends,
             deployment.name,
+            *(self.once or (None, None)),
         )
 
 

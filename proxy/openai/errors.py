@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 
 from ledger.errors import (
+    Conflict,
     IdempotencyExpired,
     IdempotencyInProgress,
     IdempotencyMismatch,
     InsufficientQuota,
+    Invalid,
     LedgerError,
     LedgerUnavailable,
+    NotFound,
     PriceNotFound,
 )
 from policies.refusal import Refusal
@@ -171,5 +174,11 @@ def from_ledger(error: LedgerError) -> ApiError:
             return ApiError(422, INVALID, "idempotency_mismatch", str(error), should_retry=False)
         case IdempotencyExpired():
             return ApiError(410, INVALID, "idempotency_expired", str(error), should_retry=False)
+        case Invalid(field=name):
+            return invalid(str(error), name)
+        case NotFound():
+            return ApiError(404, INVALID, "not_found", str(error))
+        case Conflict():
+            return ApiError(409, INVALID, "conflict", str(error), should_retry=False)
         case _:
             return internal_error()
