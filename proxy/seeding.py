@@ -46,11 +46,21 @@ async def prepare(settings: Settings) -> FirstRun:
         hasher = KeyHasher(await _key_secret(settings, db))
         async with db.begin() as c:
             by = By(ACTOR, time.time_ns() // 1_000_000)
-            await publishing.seed(c, by, quotes(settings), FxRate.parse("USD", "CNY", settings.fx.USD_CNY))
+            await _seed_prices(c, by, settings)
             token = await _first_token(c, by, hasher, settings)
             return FirstRun(token, await _demo_key(c, by, hasher, settings.data_dir / "demo-key"))
     finally:
         await db.close()
+
+
+async def seed_prices(db: Database, settings: Settings) -> None:
+    """What a gateway without a supervisor needs of the above: the configured prices of models that have none yet."""
+    async with db.begin() as c:
+        await _seed_prices(c, By(ACTOR, time.time_ns() // 1_000_000), settings)
+
+
+async def _seed_prices(c: AsyncConnection, by: By, settings: Settings) -> None:
+    await publishing.seed(c, by, quotes(settings), FxRate.parse("USD", "CNY", settings.fx.USD_CNY))
 
 
 def quotes(settings: Settings) -> list[Quote]:

@@ -143,12 +143,15 @@ def backend(
 
 
 def migrate(config: ConfigOption = None, data_dir: DataDirOption = HERE) -> None:
-    """Bring the database to this version's schema. `serve` does it by itself."""
+    """Bring the database to this version's schema, and publish configured prices of models that have none. `serve` and
+    `gateway` do it by themselves."""
     settings = settings_of(config, data_dir)
     run(_migrate(settings))
     say("the database is up to date")
 
 
 async def _migrate(settings: Settings) -> None:
-    async with ledger_of(settings):
-        pass
+    from proxy.seeding import seed_prices
+
+    async with ledger_of(settings) as db:
+        await seed_prices(db, settings)
