@@ -13,15 +13,27 @@ from backend.sampling import TokenLogprobs
 from backend.sequence import Sequence as Running
 from backend.sequence import SpeculationStats, Update
 from backend.text import Tokenizer
+from backend.tools import parse_calls, safe_length
 
 
 class AnswerWriter:
     """Collects the choices of one request and writes them as bodies or chunks. chat: which of the two dialects."""
 
-    def __init__(self, *, chat: bool, model: str, draft: str | None, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        model: str,
+        draft: str | None,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        tools: bool = False,
+    ) -> None:
         prefix = "chatcmpl-" if chat else "cmpl-"
         self.draft = draft
         self._chat = chat
+        self._tools = tools
+        self._shown: dict[int, int] = {}  # with tools: characters of each choice that were sent as content
         self._tokenizer = tokenizer
         self._sequences: Sequence[Running] = ()
         self._updates: dict[int, Update] = {}
@@ -66,11 +78,21 @@ class AnswerWriter:
             finish = self._updates[choice].finish_reason
             entry: dict[str, Any] = {"index": choice, "finish_reason": finish, "logprobs": logprobs}
             if self._chat:
-                entry["message"] = {"role": "assistant", "content": text, "refusal": None}
+                entry["message"] = self._message(text)
+                if entry["message"].get("tool_calls") and finish == "stop":
+                    entry["finish_reason"] = "tool_calls"
             else:
                 entry["text"] = text
             choices.append(entry)
         return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._tools:
+            outside, calls = parse_calls(text)
+            if calls:
+                message |= {"content": outside or None, "tool_calls": calls}
+        return message
 
     def chunks(self, choice: int, update: Update, *, with_usage: bool) -> Iterator[bytes]:
         """Stream events for one update; the first of a choice names the role, the last one why it ended."""
@@ -80,11 +102,29 @@ class AnswerWriter:
         sequence = self._sequences[choice]
         if self._chat and first:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, None, with_usage)
-        if update.text or update.logprobs:
+        finish: str | None = update.finish_reason
+        text = self._showable(choice, over=finish is not None) if self._tools else update.text
+        if text or update.logprobs:
             logprobs = self._logprobs_block(sequence, list(update.logprobs), offset)
-            yield self._chunk(choice, {"content": update.text}, logprobs, None, with_usage)
-        if update.finish_reason is not None:
-            yield self._chunk(choice, {}, None, update.finish_reason, with_usage)
+            yield self._chunk(choice, {"content": text}, logprobs, None, with_usage)
+        if finish is not None:
+            calls = parse_calls("".join(self._texts[choice]))[1] if self._tools else []
+            if calls:
+                numbered = [{"index": at, **call} for at, call in enumerate(calls)]
+                yield self._chunk(choice, {"tool_calls": numbered}, None, None, with_usage)
+                finish = "tool_calls" if finish == "stop" else finish
+            yield self._chunk(choice, {}, None, finish, with_usage)
+
+    def _showable(self, choice: int, *, over: bool) -> str:
+        """New content that is surely not part of a tool call."""
+        text = "".join(self._texts[choice])
+        shown = self._shown.get(choice, 0)
+        if over:
+            end = safe_length(text) if parse_calls(text)[1] else len(text)
+        else:
+            end = safe_length(text)
+        self._shown[choice] = max(shown, end)
+        return text[shown:end]
 
     def usage_chunk(self) -> bytes:
         return event({**self._chunk_head(), "choices": [], "usage": self.usage()})

@@ -170,7 +170,9 @@ class ModelDraft:
     def _step(self, rows: Sequence[tuple[Running, list[int], list[int]]]) -> list[int | None]:
         """Feed each row its tokens and draw the next one; None for a row that is still behind its sequence."""
         cache = self.model.cache
-        segments, tokens, last = [], [], []
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        last: list[int] = []
         for sequence, feed, _ in rows:
             assert sequence.slot is not None
             segments.append(Segment(sequence.slot, cache.length(sequence.slot), len(feed)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from backend import wire
+from backend import tools, wire
 from backend.errors import BadRequest
+from backend.grammar import GrammarCompiler, grammar_of_format
 from backend.sequence import Request
 from backend.text import Tokenizer
 
@@ -35,6 +36,8 @@ class Model(Protocol):
     def vocabulary(self) -> int: ...
     @property
     def context_tokens(self) -> int: ...
+    @property
+    def grammars(self) -> GrammarCompiler: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Plan:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    tools: bool = False
 
 
 def plan_chat(body: bytes, headers: Mapping[str, str], model: Model, served: tuple[str, ...]) -> Plan:
@@ -55,9 +59,25 @@ def plan_chat(body: bytes, headers: Mapping[str, str], model: Model, served: tup
     _check_model(asked.model, served)
     if not model.tokenizer.has_chat_template:
         raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
-    prompt = model.tokenizer.chat(wire.plain_messages(asked.messages))
+    wanted = tools.tools_of(asked.tools, asked.tool_choice)
+    prompt = _chat_prompt(asked, wanted, model.tokenizer)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _plan(asked, [prompt], headers, model, top, default_tokens=None)
+    rules, field = grammar_of_format(asked.response_format), "response_format"
+    if wanted is not None and wanted.forced:
+        rules, field = wanted.grammar, "tools"
+    plan = _plan(asked, [prompt], headers, model, top, default_tokens=None)
+    if rules is not None:
+        requests = [replace(request, grammar=model.grammars.start(rules, field)) for request in plan.requests]
+        plan = replace(plan, requests=requests)
+    return replace(plan, tools=wanted is not None)
+
+
+def _chat_prompt(asked: wire.ChatBody, wanted: tools.Tools | None, tokenizer: Tokenizer) -> list[int]:
+    """Tools go through the chat template where it knows of them, and into words where it does not."""
+    messages = wire.plain_messages(asked.messages)
+    if tokenizer.template_mentions("tools"):
+        return tokenizer.chat(tools.with_argument_objects(messages), wanted.tools if wanted else None)
+    return tokenizer.chat(tools.told_in_words(messages, wanted))
 
 
 def plan_completion(body: bytes, headers: Mapping[str, str], model: Model, served: tuple[str, ...]) -> Plan:
@@ -81,11 +101,15 @@ def _prompts_of(asked: wire.CompletionBody, model: Model) -> list[list[int]]:
         raise BadRequest("`prompt` is empty", param="prompt")
     prompts: list[list[int]] = []
     tokens = [item for item in given if isinstance(item, int)]
-    if len(tokens) == len(given):
+    if tokens:
+        if len(tokens) < len(given):
+            raise BadRequest("`prompt` mixes tokens with texts", param="prompt")
         prompts.append(tokens)
-    else:
-        for item in given:
-            prompts.append(model.tokenizer.encode(item, special=True) if isinstance(item, str) else list(item))  # type: ignore[arg-type]
+    for item in given:
+        if isinstance(item, str):
+            prompts.append(model.tokenizer.encode(item, special=True))
+        elif isinstance(item, list):
+            prompts.append(item)
     if any(not 0 <= token < model.vocabulary for prompt in prompts for token in prompt):
         raise BadRequest(f"`prompt` holds a token outside 0 to {model.vocabulary - 1}", param="prompt")
     if len(prompts) > 1:

@@ -135,7 +135,7 @@ def process(logits: Tensor, rows: Sequence[Row], noise: Noise) -> Tensor:
     scores = logits.to(torch.float32, copy=True)
     for i, row in enumerate(rows):
         if not row.untouched:
-            _adjust(scores[i], row, noise.columns)
+            _adjust(scores[i], row, noise)
     temperatures = [1.0 if row.params.greedy else row.params.temperature for row in rows]
     if any(temperature != 1.0 for temperature in temperatures):
         scores /= torch.tensor(temperatures, device=scores.device)[:, None]
@@ -145,8 +145,8 @@ def process(logits: Tensor, rows: Sequence[Row], noise: Noise) -> Tensor:
     return scores
 
 
-def _adjust(scores: Tensor, row: Row, columns: Mapping[int, int] | None) -> None:
-    params = row.params
+def _adjust(scores: Tensor, row: Row, noise: Noise) -> None:
+    params, columns = row.params, noise.columns
 
     def column(token: int) -> int:
         if columns is not None:
@@ -173,7 +173,9 @@ def _adjust(scores: Tensor, row: Row, columns: Mapping[int, int] | None) -> None
         index = torch.tensor([c for c, _ in biases], dtype=torch.int64, device=scores.device)
         scores[index] += torch.tensor([bias for _, bias in biases], device=scores.device)
     if row.allowed is not None:
-        scores.masked_fill_(~row.allowed[: scores.shape[0]], float("-inf"))
+        allowed = row.allowed.to(scores.device)
+        allowed = allowed[: scores.shape[0]] if noise.token_ids is None else allowed[noise.token_ids]
+        scores.masked_fill_(~allowed, float("-inf"))
 
 
 def _truncate(scores: Tensor, params: SamplingParams) -> None:

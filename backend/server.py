@@ -83,6 +83,7 @@ def build_app(state: ServerState) -> Starlette:
             draft=plan.draft,
             tokenizer=service.tokenizer,
             fingerprint=f"tallygate-{service.weights}",
+            tools=plan.tools,
         )
         writer.start(answer.sequences)
         headers = {"x-tallygate-draft-model": plan.draft or "none"}

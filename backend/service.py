@@ -16,6 +16,7 @@ from backend.demo.draft import load_demo_draft
 from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
 from backend.errors import DraftNotSupported
+from backend.grammar import GrammarCompiler
 from backend.head_draft import HeadDraft
 from backend.loading import (
     BUNDLED_DRAFT,
@@ -64,6 +65,7 @@ class Service:
     stop_tokens: frozenset[int]
     weights: str
     drafts: Mapping[str, str]
+    grammars: GrammarCompiler
 
     @property
     def vocabulary(self) -> int:
@@ -105,7 +107,9 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
     )
     labels = {name: draft.weights for name, draft in drafts.items()}
     _log.info("engine_ready", weights=settings.target, drafts=labels, seconds=round(time.monotonic() - started, 1))
-    return Service(engine, tokenizer, stop_tokens_of(directory, tokenizer), weights_label(settings.target), labels)
+    stop_tokens = stop_tokens_of(directory, tokenizer)
+    grammars = GrammarCompiler(tokenizer, target.vocabulary, stop_tokens)
+    return Service(engine, tokenizer, stop_tokens, weights_label(settings.target), labels, grammars)
 
 
 def _target_costs(target: PackedModel, settings: Settings, speculative: bool) -> StepCosts:

@@ -68,7 +68,7 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
 
 
 class CompletionBody(SamplingBody, frozen=True, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
