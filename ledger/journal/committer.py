@@ -94,6 +94,8 @@ class Committer:
 
     async def synced(self, seq: int) -> None:
         if self.durable.seq < seq:
+            if not self._turn_ends:  # written in an earlier turn: nothing else starts the sync that we now wait for
+                self._running_loop().call_soon(self._advance)
             await self._wait(self._durable_waiters, seq)
 
     async def finish(self) -> None:
