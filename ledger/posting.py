@@ -218,7 +218,12 @@ class Poster:
             await self._advance(c, epoch, [frame], 0)
             await close_epoch(c, epoch.slot_id, closing)
         log.info("epoch closed", slot=epoch.slot_id, epoch=closing)
-        self._forget(epoch.info.path.parent)
+        epoch.cursor = frame.seq
+        for info in list_epochs(epoch.info.path.parent):
+            if info.epoch == closing:
+                self._closed.add(info.path)
+                if info.path in self._open:
+                    self._open.pop(info.path).reader.close()
 
     async def _drain_older(self, epoch: _Epoch, closing: int) -> None:
         """Raises JournalDamaged while the older epoch is not here, or not posted to its very end."""
