@@ -52,18 +52,21 @@ class Catalogue:
         assert self._backend is not None
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                health = await self._backend.get(b"/health", below_base=False)
-                body = await read_all(health, 2**20)
-                if health.status != 200:
-                    self._trouble = f"HTTP {health.status}: {body[:200].decode(errors='replace')}"
-                    return
-                models = await self._backend.get(b"/models")
-                listed = msgspec.json.decode(await read_all(models, 2**20), type=_Models)
+                self._trouble = await self._ask(self._backend)
         except (UpstreamFailed, ConnectionLost, TimeoutError, msgspec.MsgspecError) as error:
             self._trouble = str(error) or "it does not answer"
-            return
+        self._backend.up = self._trouble is None
+
+    async def _ask(self, backend: Upstream) -> str | None:
+        """What is wrong with it; None: nothing. A server without `/health` is judged by its `/models` alone."""
+        health = await backend.get(b"/health", below_base=False)
+        body = await read_all(health, 2**20)
+        if health.status not in (200, 404):
+            return f"HTTP {health.status}: {body[:200].decode(errors='replace')}"
+        models = await backend.get(b"/models")
+        listed = msgspec.json.decode(await read_all(models, 2**20), type=_Models)
         self._weights = {model.id: model.tallygate for model in listed.data}
-        self._trouble = None
+        return None
 
     def degraded(self) -> list[str]:
         return [] if self._trouble is None else [f"backend: {self._trouble}"]

@@ -18,6 +18,8 @@ from proxy.upstream import Kind, Patience, Upstream
 FAILURES_BEFORE_PAUSE = 3
 FIRST_PAUSE_MS = 2_000
 LONGEST_PAUSE_MS = 30_000
+DOWN_MS = 1_000
+"""When to ask again while the backend is known to be down or still loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,9 @@ class Deployment:
     def speculates(self) -> bool:
         return self.upstream.is_backend
 
+    def fit(self, now_ms: int) -> bool:
+        return self.upstream.up and not self.fitness.rests(now_ms)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -106,22 +111,22 @@ class Route:
         return self.deployments[-1]
 
     def candidates(self, sticky_key: str | None, now_ms: int) -> list[Deployment]:
-        """Who may be asked, in order: the chosen one, the fall-backs, the other deployments. Resting ones are left out;
-        one that asked to be left alone comes last. Empty: all of them rest."""
+        """Who may be asked, in order: the chosen one, the fall-backs, the other deployments. Left out are those that
+        rest or are known to be down; one that asked to be left alone comes last. Empty: nobody can answer now."""
         chosen = self.choose(sticky_key)
         if len(self.deployments) == 1 and not self.fallbacks:
-            return [] if chosen.fitness.rests(now_ms) else [chosen]
+            return [chosen] if chosen.fit(now_ms) else []
         ordered = [chosen]
         for other in (*self.fallbacks, *(item for item in self.deployments if item.weight)):
             if other not in ordered:
                 ordered.append(other)
-        fit = [item for item in ordered if not item.fitness.rests(now_ms)]
+        fit = [item for item in ordered if item.fit(now_ms)]
         return sorted(fit, key=lambda item: item.fitness.busy_until_ms > now_ms)
 
     def rest_ms(self, now_ms: int) -> int:
         """How long until the first of them may be asked again."""
-        ends = [item.fitness.resting_until_ms for item in (*self.deployments, *self.fallbacks)]
-        return max(1, min(ends) - now_ms)
+        places = (*self.deployments, *self.fallbacks)
+        return min(max(1, item.fitness.resting_until_ms - now_ms) if item.upstream.up else DOWN_MS for item in places)
 
     def sticky_key(self, team_id: str, key_id: str, end_user: str | None) -> str | None:
         """What the split sticks to; a request without an end user sticks to its key."""

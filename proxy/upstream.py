@@ -78,6 +78,8 @@ class Upstream:
         self.patience = patience
         self.max_concurrency = max_concurrency
         self.is_backend = is_backend
+        self.up = True
+        """False while its health check fails; nobody is sent there."""
         self._origin = Origin(host, port, tls, patience.connect)
         self._path = url.path.rstrip("/").encode()
         credentials = f"authorization: Bearer {api_key}\r\n" if api_key else ""
