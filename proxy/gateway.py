@@ -33,7 +33,7 @@ from proxy.asgi import (
     refuse_packed_body,
     text,
 )
-from proxy.auth import Keyring, bearer
+from proxy.auth import Keyring
 from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
 from proxy.metering import Settled, measured, without_generation
@@ -51,9 +51,8 @@ from proxy.openai.errors import (
     upstream_error,
     upstream_timeout,
 )
-from proxy.openai.plain import NoAnswer, PlainAnswer
+from proxy.openai.plain import NoAnswer
 from proxy.openai.requests import estimated_prompt_tokens, forward_body
-from proxy.openai.sse import DONE_EVENT
 from proxy.openai.usage import Counts, acceptance_rate
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
@@ -92,7 +91,7 @@ class Gateway:
     async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; every outcome is an answer."""
         at_ms = now_ms()
-        reply = Reply(send, self._ids.new(at_ms))
+        reply = Reply(send, self._ids.new(at_ms), dialect.id_header)
         try:
             request = await self._understand(dialect, scope, receive, reply.request_id, at_ms)
             await self._admit(request, receive, reply)
@@ -110,7 +109,7 @@ class Gateway:
         self, dialect: Dialect, scope: Scope, receive: Receive, request_id: str, at_ms: int
     ) -> Request:
         headers = headers_of(scope)
-        principal = await self._keyring.principal(bearer(headers.get(b"authorization")))
+        principal = await self._keyring.principal(dialect.token(headers))
         refuse_packed_body(headers)
         body = await read_body(receive, self._max_body_bytes)
         call = dialect.parse(body)
@@ -227,7 +226,7 @@ class Gateway:
         request = run.request
         body = await _in_time(run, deployment, self._whole(run, deployment), patience.total)
         try:
-            plain = PlainAnswer(body, request.dialect.results)
+            plain = request.dialect.plain(request.id, request.call, body)
         except NoAnswer as error:
             raise _broken(deployment, f"its answer is none: {error}") from error
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
@@ -257,7 +256,7 @@ class Gateway:
 
     async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> None:
         call = run.request.call
-        reader = StreamReader(call)
+        reader = run.request.dialect.reader(run.request.id, call)
         answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:
@@ -277,7 +276,7 @@ class Gateway:
         request = run.request
         told = reader.usage
         if told is None and not reader.delivered_deltas and ending.how in ("gone", "broken"):
-            return await self._nothing(run, ending)
+            return await self._nothing(run, ending, reader)
         tokens = measured(
             told,
             prompt_tokens=lambda: estimated_prompt_tokens(request.call.fields),
@@ -290,18 +289,15 @@ class Gateway:
         if ending.how == "gone":
             return None
         if ending.error is not None:
-            return await run.reply.end(request.dialect.error_event(ending.error))
-        tail = reader.cut_event(request.dialect.is_chat) if ending.how == "cut" else b""
-        if request.call.include_usage:
-            tail += reader.usage_event(settled.usage())
-        return await run.reply.end(tail + DONE_EVENT)
+            return await run.reply.end(reader.error_event(ending.error))
+        return await run.reply.end(reader.tail(settled.usage(), cut=ending.how == "cut"))
 
-    async def _nothing(self, run: Run, ending: Ending) -> None:
+    async def _nothing(self, run: Run, ending: Ending, reader: StreamReader) -> None:
         """A stream that brought no token costs nothing."""
         await run.hold.void(ending.how)
         run.ticket.correct(0)
         if ending.error is not None and run.reply.begun:
-            await run.reply.end(run.request.dialect.error_event(ending.error))
+            await run.reply.end(reader.error_event(ending.error))
 
     # What it cost
 

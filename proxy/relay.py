@@ -12,7 +12,7 @@ from proxy.asgi import STREAM_HEADERS, Headers, Reply
 from proxy.http1 import ConnectionLost
 from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError, upstream_error, upstream_timeout
-from proxy.openai.sse import KEEP_ALIVE, EventCutter, EventTooLong
+from proxy.openai.sse import EventCutter, EventTooLong
 from proxy.replay import Recorder
 from proxy.upstream import Answer, Patience, UpstreamFailed
 from proxy.watch import Interrupted, Watch
@@ -82,8 +82,6 @@ class Relay:
                 if not reply.begun:
                     await reply.begin(200, [*STREAM_HEADERS, *headers])
                 await self._write(reply, out)
-                if self.recorder is not None:
-                    self.recorder.add(out)
                 usage = self.reader.usage
                 told = usage.prompt_tokens if usage is not None else None
                 hold.progress(prompt_tokens if told is None else told, self.reader.generated_tokens)
@@ -127,9 +125,11 @@ class Relay:
                     break
                 if self.first_token_ns is None:
                     self.first_token_ns = time.perf_counter_ns()
-            self.reader.accept(piece)
-            if piece.out:
-                out.append(piece.out)
+            data = self.reader.accept(piece)
+            if data:
+                out.append(data)
+            if self.recorder is not None:
+                self.recorder.add(piece.out)
         return out[0] if len(out) == 1 else b"".join(out)
 
     async def _next(self, reply: Reply) -> bytes:
@@ -153,7 +153,7 @@ class Relay:
                     self._ending = self._silent()
                     return b""
             if reply.begun:
-                await self._write(reply, KEEP_ALIVE)
+                await self._write(reply, self.reader.keep_alive)
                 if self._ending is not None:
                     return b""
 
@@ -164,11 +164,11 @@ class Relay:
         if piece is not None and piece.done:
             return self._set(Ending("done"))
         if piece is not None and (piece.tokens or piece.finishes or piece.usage is not None):
-            self.reader.accept(piece)
-            if piece.out and reply.begun:
-                await self._write(reply, piece.out)
-                if self.recorder is not None:
-                    self.recorder.add(piece.out)
+            data = self.reader.accept(piece)
+            if data and reply.begun:
+                await self._write(reply, data)
+            if self.recorder is not None:
+                self.recorder.add(piece.out)
         if self.reader.finished or self.reader.usage_is_final:
             return self._set(Ending("done"))
         return self._set(Ending("broken", self._failed("broke off before the answer was complete").error))

@@ -13,26 +13,24 @@ from ledger.hold import MAX_ANSWER_BYTES
 from ledger.usage import UsageRow
 from proxy.asgi import JSON, STREAM_HEADERS, Headers, Reply
 from proxy.metering import Settled
-from proxy.openai.chunks import StreamReader
 from proxy.openai.dialects import Dialect
 from proxy.openai.errors import invalid
-from proxy.openai.plain import PlainAnswer
 from proxy.openai.requests import Call
-from proxy.openai.sse import DONE_EVENT, EventCutter
+from proxy.openai.sse import EventCutter
 
 MAX_KEY_CHARS = 255
 REPLAYED: tuple[bytes, bytes] = (b"idempotent-replayed", b"true")
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """body: of a plain answer as the upstream sent it; of a stream what passed, without usage and `[DONE]`."""
+    """body: of a plain answer as the upstream sent it; of a stream what was read of it, without usage and `[DONE]`."""
 
     streamed: bool
     body: bytes
 
 
 class Recorder:
-    """Gathers what a stream passes on, as long as it is small enough to be kept."""
+    """Gathers what is read of a stream, as long as it is small enough to be kept."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -81,22 +79,14 @@ async def replay(db: Database, dialect: Dialect, call: Call, request_id: str, an
         (b"x-tallygate-cost-cny", settled.cost_cny),
     ]
     if not kept.streamed:
-        body = PlainAnswer(kept.body, dialect.results).body(settled.usage(generates=dialect.generates))
+        plain = dialect.plain(request_id, call, kept.body)
+        body = plain.body(settled.usage(generates=dialect.generates))
         await reply.whole(200, body, [JSON, *headers])
         return
-    tail = DONE_EVENT
-    if call.include_usage:
-        tail = _last_frame(call, kept.body).usage_event(settled.usage()) + tail
+    reader = dialect.reader(request_id, call)
+    parts = [reader.accept(reader.read(event)) for event in EventCutter().feed(kept.body)]
     await reply.begin(200, [*STREAM_HEADERS, *headers])
-    await reply.end(kept.body + tail)
-
-
-def _last_frame(call: Call, body: bytes) -> StreamReader:
-    """A reader that has seen the stream, for the frame of its usage chunk."""
-    reader = StreamReader(call)
-    for event in EventCutter().feed(body):
-        reader.read(event)
-    return reader
+    await reply.end(b"".join(parts) + reader.tail(settled.usage(), cut=False))
 
 
 def _settled(row: UsageRow) -> Settled:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
+from proxy.openai.errors import ApiError
 from proxy.openai.requests import Call, Fields
-from proxy.openai.sse import DONE, data_event, data_of
+from proxy.openai.sse import DONE, DONE_EVENT, KEEP_ALIVE, data_event, data_of
 from proxy.openai.usage import AbsurdUsage, Counts, read_usage
 
 _SAYS_NOTHING = frozenset({b"", b"null", b'""', b"[]", b"{}"})
@@ -61,9 +62,14 @@ class Piece(NamedTuple):
 
 
 class StreamReader:
-    """What a stream has said so far."""
+    """What a stream has said so far, and how its end is told to the client. A dialect that translates extends it."""
 
-    def __init__(self, call: Call) -> None:
+    keep_alive = KEEP_ALIVE
+    """What a quiet stream sends, so that nobody between takes it for dead."""
+
+    def __init__(self, call: Call, *, is_chat: bool = True) -> None:
+        self._is_chat = is_chat
+        self._include_usage = call.include_usage
         self._keep_usage = call.continuous_usage
         self._choices = max(1, call.choices)
         self._delivered = 0
@@ -97,13 +103,14 @@ class StreamReader:
             return Piece(event, tokens, None, finishes)
         return Piece(self._without_usage(event, payload, chunk), tokens, self._counts(usage), finishes)
 
-    def accept(self, piece: Piece) -> None:
-        """Count a piece as delivered (or as read, when nothing of it is)."""
+    def accept(self, piece: Piece) -> bytes:
+        """Count a piece as delivered (or as read, when nothing of it is). Returns the bytes for the client."""
         self._delivered += piece.tokens
         self._finishes += piece.finishes
         if piece.usage is not None:
             self.usage = piece.usage
             self.usage_is_final = not piece.out
+        return piece.out
 
     def generated_with(self, piece: Piece) -> int:
         """Generated tokens once `piece` is delivered."""
@@ -132,6 +139,17 @@ class StreamReader:
     def finished(self) -> bool:
         """Whether every choice has told why it ended."""
         return self._finishes >= self._choices
+
+    def tail(self, usage: bytes, *, cut: bool) -> bytes:
+        """What follows once the answer is settled. usage: the settled usage object. cut: the money ended it."""
+        tail = self.cut_event(self._is_chat) if cut else b""
+        if self._include_usage:
+            tail += self.usage_event(usage)
+        return tail + DONE_EVENT
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return error.event()
 
     def usage_event(self, usage: bytes) -> bytes:
         """The last chunk before `[DONE]`, for clients that asked: no choices, the usage."""

@@ -52,6 +52,8 @@ class Call:
     end_user: str | None
     prompt_tokens_bound: int
     """Never fewer than the prompt can have: a token is at least one byte."""
+    asked: Any = None
+    """What a dialect that translates must remember of the request as it was written; `fields` is the translation."""
 
     @property
     def estimated_tokens(self) -> int:
