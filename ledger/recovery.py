@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import msgspec
 import structlog
-from sqlalchemy import and_, func, insert, select, update
+from sqlalchemy import and_, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
@@ -25,6 +25,7 @@ from ledger.entries import AccountInfo
 from ledger.errors import Conflict, NotFound
 from ledger.journal import INTENT, PROGRESS, SETTLE, VOID, EpochInfo, JournalReader, JournalWriter, list_epochs
 from ledger.journal.format import EPOCH_CLOSED
+from ledger.leases import HEARTBEAT_FRESH_MS
 from ledger.money import Currency, format_amount
 from ledger.prices import PinnedPrice, pinned
 from ledger.records import Charge, EpochClosed, Intent, Progress, Settle, Void, decode
@@ -323,6 +324,18 @@ async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> 
     return words
 
 
+async def list_open_epochs(c: AsyncConnection) -> list[tuple[str, int, bool]]:
+    """(slot, epoch, whether a worker that says it lives writes it) of the epochs that are not closed."""
+    live = and_(slots.c.id == epochs.c.slot_id, slots.c.epoch == epochs.c.epoch, slots.c.live == 1)
+    query = (
+        select(epochs.c.slot_id, epochs.c.epoch, slots.c.id.is_not(None).label("live"))
+        .outerjoin(slots, live)
+        .where(epochs.c.state == "open")
+        .order_by(epochs.c.slot_id, epochs.c.epoch)
+    )
+    return [(row.slot_id, row.epoch, bool(row.live)) for row in await c.execute(query)]
+
+
 async def open_leases(c: AsyncConnection, slot_id: str, epoch: int) -> list[tuple[str, str, int]]:
     """(account, currency, pico) that an epoch still has leased: the most that its loss can cost."""
     outstanding = leases.c.taken_pico - leases.c.returned_pico - leases.c.posted_pico
@@ -338,18 +351,20 @@ async def open_leases(c: AsyncConnection, slot_id: str, epoch: int) -> list[tupl
 async def declare_lost(c: AsyncConnection, by: By, slot_id: str, epoch: int) -> list[tuple[str, str, int]]:
     """An operator's word that an epoch's journal will never come back: its leases return, unposted usage is given up.
 
-    Returns what was freed. Raises NotFound; Conflict for an epoch that is closed, or is the slot's running one.
+    Returns what was freed. A process that still runs in that epoch all the same is fenced: it can lease nothing more.
+    Raises NotFound; Conflict for an epoch that is closed, or whose process has been heard of within 10 s.
     """
     await audit.lock(c)
     mine = (epochs.c.slot_id == slot_id, epochs.c.epoch == epoch)
     row = (await c.execute(select(epochs).where(*mine).with_for_update())).one_or_none()
     if row is None:
         raise NotFound(f"no epoch {epoch} of slot {slot_id!r}")
-    running = (
-        await c.execute(select(func.count()).where(slots.c.id == slot_id, slots.c.epoch == epoch, slots.c.live == 1))
-    ).scalar_one()
-    if row.state != "open" or running:
-        raise Conflict(f"epoch {epoch} of slot {slot_id} is {'in use' if running else row.state}: it cannot be lost")
+    running = (slots.c.id == slot_id, slots.c.epoch == epoch, slots.c.live == 1)
+    heard_ms = (await c.execute(select(slots.c.heartbeat_ms).where(*running).with_for_update())).scalar_one_or_none()
+    in_use = heard_ms is not None and heard_ms >= by.at_ms - HEARTBEAT_FRESH_MS
+    if row.state != "open" or in_use:
+        raise Conflict(f"epoch {epoch} of slot {slot_id} is {'in use' if in_use else row.state}: it cannot be lost")
+    await c.execute(update(slots).where(*running).values(live=0, journal_uuid=f"lost {row.journal_uuid}"))
     freed = await open_leases(c, slot_id, epoch)
     for account_id, _, amount in freed:
         a, lease = accounts.c, leases.c

@@ -17,6 +17,7 @@ from ledger.errors import (
     LedgerUnavailable,
 )
 from ledger.journal import list_epochs
+from ledger.leases import Fenced
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
 from ledger.verify import verify
@@ -181,6 +182,25 @@ async def test_leases_of_a_lost_journal_stay_locked_until_they_are_declared_lost
         async with either.db.begin() as c:
             await declare_lost(c, By("ops", now_ms()), slot_id, info.epoch)
     await proven(either)
+
+
+async def test_a_slot_whose_whole_volume_is_lost_can_be_declared_so_once_it_is_silent(either: House) -> None:
+    gate = await either.gate()
+    await run(gate, either.ask())
+    slot_id, epoch = gate.leases.slot_id, gate.leases.epoch
+    crash(either, gate)
+    await either.post()
+    shutil.rmtree(either.journal_dir)
+    locked = await either.leased()
+    assert locked > 0
+    async with either.db.begin() as c:
+        freed = await declare_lost(c, By("ops", now_ms() + 60_000, "the disk burnt"), slot_id, epoch)
+    assert sum(amount for _, _, amount in freed) == locked
+    async with either.db.read() as c:
+        with pytest.raises(Fenced):  # were it alive after all, it would stop here
+            await gate.leases.recalled(c)
+    await run(await either.gate(), either.ask())
+    await either.post()
 
 
 async def test_a_slot_in_use_cannot_be_opened_or_declared_lost(either: House) -> None:
