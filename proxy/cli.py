@@ -12,7 +12,20 @@ from collections.abc import Sequence
 
 import typer
 
-from proxy.commands import configuration, finance, keys, prices, quotas, report, roles, serve, teams, tokens, usage
+from proxy.commands import (
+    configuration,
+    finance,
+    journal,
+    keys,
+    prices,
+    quotas,
+    report,
+    roles,
+    serve,
+    teams,
+    tokens,
+    usage,
+)
 
 EXAMPLE = "Example: tallygate "
 
@@ -35,12 +48,14 @@ def build_cli() -> typer.Typer:
     app.add_typer(quotas.quota, name="quota")
     app.command("topup", epilog=EXAMPLE + "topup 100 --team demo --reference bank-2026-0001")(teams.topup)
     app.command("grant", epilog=EXAMPLE + "grant 5 --team demo --reference welcome --expires 2027-01-01")(teams.grant)
+    app.command("refund", epilog=EXAMPLE + "refund 20 --team demo --reference bank-2026-0002")(teams.refund)
     app.command("balance", epilog=EXAMPLE + "balance --team demo")(teams.balance)
     app.command("usage", epilog=EXAMPLE + "usage --team demo --group-by model,day")(usage.usage)
     app.command("request", epilog=EXAMPLE + "request 01a22d85-c718-7000-bc30-c16c7a5de7a7")(usage.request)
     app.add_typer(report.report, name="report")
     app.add_typer(finance.invoice, name="invoice")
     app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
+    app.add_typer(journal.journal, name="journal", rich_help_panel="Roles")
     app.add_typer(tokens.admin_token, name="admin-token")
     app.command("audit", epilog=EXAMPLE + "audit --team team_demo --limit 20")(tokens.audit)
     app.add_typer(prices.price, name="price")

@@ -121,6 +121,14 @@ class GrantAnswer(msgspec.Struct, frozen=True):
     expires_at: str | None
 
 
+class RefundAnswer(msgspec.Struct, frozen=True):
+    id: str
+    team_id: str
+    amount: str
+    currency: str
+    reference: str
+
+
 class BalanceAnswer(msgspec.Struct, frozen=True):
     """`available` is what no running request holds: prepaid + granted + what is left of the credit limit, less held."""
 
@@ -201,6 +209,14 @@ async def grant(call: Call) -> GrantAnswer:
     return GrantAnswer(account_id, team.id, format_amount(amount), currency, body.reference, iso(expires_ms))
 
 
+async def refund(call: Call) -> RefundAnswer:
+    body: NewTopUp = call.body
+    team = await teams.find_team(call.c, call.path["team"])
+    currency, amount = body.currency or team.billing_currency, parse_amount(body.amount)
+    transfer_id = await topups.refund(call.c, call.by, team.id, amount, currency=currency, reference=body.reference)
+    return RefundAnswer(transfer_id, team.id, format_amount(amount), currency, body.reference)
+
+
 async def balance(call: Call) -> BalanceAnswer:
     team = await teams.find_team(call.c, call.path["team"])
     return balance_answer(await accounts.balance(call.c, team.id, call.by.at_ms))
@@ -229,5 +245,6 @@ ENDPOINTS = [
     ),
     Endpoint("GET", "/teams/{team}/topups", "List payments", list_topups, Listing[TopUpAnswer], EVERYONE, query=Paging),
     Endpoint("POST", "/teams/{team}/grants", "Give credit", grant, GrantAnswer, FINANCE, body=NewGrant, status=201),
+    Endpoint("POST", "/teams/{team}/refunds", "Pay back", refund, RefundAnswer, FINANCE, body=NewTopUp, status=201),
     Endpoint("GET", "/teams/{team}/balance", "What a team has left", balance, BalanceAnswer, EVERYONE),
 ]

@@ -47,7 +47,7 @@ def gateway(
     check_directories(settings)
     if fd is None:
         fd = listen(settings.server.host, settings.server.port).detach()
-        run(_migrate(settings))
+        _migrate_if_possible(settings)
     _serve_app(settings, slot, fd)
 
 
@@ -148,6 +148,16 @@ def migrate(config: ConfigOption = None, data_dir: DataDirOption = HERE) -> None
     settings = settings_of(config, data_dir)
     run(_migrate(settings))
     say("the database is up to date")
+
+
+def _migrate_if_possible(settings: Settings) -> None:
+    """A gateway comes up without its database, says so in /health/ready, and serves as soon as it is there."""
+    from ledger.errors import LedgerUnavailable
+
+    try:
+        run(_migrate(settings))
+    except LedgerUnavailable as error:
+        say(f"starting without a database: {error}")
 
 
 async def _migrate(settings: Settings) -> None:

@@ -163,6 +163,25 @@ def grant(
     print_record(act(settings, teams.grant, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
+def refund(
+    amount: Annotated[str, typer.Argument(help='A decimal amount such as "20".')],
+    team: TeamOption,
+    reference: ReferenceOption,
+    currency: CurrencyOption = None,
+    reason: ReasonOption = None,
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Pay back to a team what is neither spent nor held."""
+    from proxy.admin import teams
+
+    wanted = None if currency is None else currency_of(currency)
+    body = teams.NewTopUp(amount=amount, currency=wanted, reference=reference)
+    settings = settings_of(config, data_dir)
+    print_record(act(settings, teams.refund, body=body, reason=reason, writes=True, path={"team": team}), json_)
+
+
 def balance(
     team: TeamOption, config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: JsonOption = False
 ) -> None:

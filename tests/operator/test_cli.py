@@ -109,6 +109,21 @@ def test_an_admin_token_is_made_and_revoked(tallygate: Run) -> None:
     assert tallygate("admin-token", "create", "x", "--role", "god").code == 2
 
 
+def test_a_refund_pays_back_what_is_free_and_no_more(tallygate: Run) -> None:
+    tallygate("team", "create", "t")
+    tallygate("topup", "10", "--team", "t", "--reference", "a")
+    for _ in range(2):
+        assert tallygate("refund", "4", "--team", "t", "--reference", "b", "--json").json["amount"] == "4"
+    assert tallygate("balance", "--team", "t", "--json").json["available"] == "6"
+    assert tallygate("refund", "7", "--team", "t", "--reference", "c").code == 1
+
+
+def test_an_undamaged_journal_and_an_unknown_epoch_are_left_alone(tallygate: Run) -> None:
+    assert tallygate("journal", "list", "--json").json["data"] == []
+    assert tallygate("journal", "declare-lost", "host/0", "7", "--reason", "x").code == 1
+    assert tallygate("journal", "accept-damage", "--slot", "0", "--reason", "x").code == 1
+
+
 def test_errors_are_one_line_and_never_a_traceback(tallygate: Run) -> None:
     for arguments, code in (
         (("balance", "--team", "nobody"), 1),
@@ -152,23 +167,12 @@ def test_a_database_made_by_another_release_is_refused(base_dir: Path, tallygate
 
 
 COMMANDS = [
-    *(
-        "serve",
-        "gateway",
-        "poster",
-        "backend",
-        "migrate",
-        "topup",
-        "grant",
-        "balance",
-        "audit",
-        "usage",
-        "request",
-        "config check",
-    ),
+    *("serve", "gateway", "poster", "backend", "migrate", "config check", "report canary"),
+    *("topup", "grant", "refund", "balance", "audit", "usage", "request", "verify"),
+    *("journal list", "journal declare-lost", "journal accept-damage"),
     *("team create", "team list", "team show", "team set", "quota set", "quota list"),
     *("key create", "key list", "key rotate", "key block", "key unblock", "key delete"),
-    *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void", "verify", "report canary"),
+    *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void"),
     *("price publish", "price list", "fx set", "fx list"),
     *("admin-token create", "admin-token list", "admin-token revoke"),
 ]
