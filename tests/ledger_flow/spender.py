@@ -41,7 +41,7 @@ async def _client(house: House, gate: Gate, log: int, number: int, forever: bool
     """Half of the clients stream. Each line of the log is written before (S) or after (D) the ledger says so."""
     streamed = number % 2 == 1
     while True:
-        ask = house.ask(prompt=100, output=200, streamed=streamed)
+        ask = house.ask(prompt=100, output=600 if streamed else 200, streamed=streamed)
         try:
             hold = await gate.hold(ask)
         except InsufficientQuota:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from sqlalchemy import text, update
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from ledger.database import CommitUnknown, Database
 from ledger.errors import InsufficientQuota, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.leases import Fenced
 from ledger.quotas import Scope
 from ledger.schema import slots
-from tests.ledger_flow.material import USD, House, price, run, used
+from tests.ledger_flow.material import USD, House, now_ms, price, run, used
 from tests.ledger_flow.processes import lines, spender
 from tests.ledger_flow.test_holds import proven
 
@@ -77,8 +80,6 @@ async def test_an_idle_slice_returns_after_a_while(house: House) -> None:
     clock = [0]
 
     def later() -> int:
-        from tests.ledger_flow.material import now_ms
-
         return now_ms() + clock[0]
 
     gate = await house.gate(clock=later)
@@ -97,7 +98,7 @@ async def test_while_sql_is_away_leases_are_spent_and_the_poor_are_told_to_come_
     await run(gate, house.ask())
     real = house.db.engine, house.db._reader
     path = str(house.db.engine.url.database)
-    broken = await broken_engine(path)
+    broken = broken_engine(path)
     house.db.engine = house.db._reader = broken
     await gate.refresh()
     assert any("SQL" in words for words in gate.degraded())
@@ -116,9 +117,7 @@ async def test_while_sql_is_away_leases_are_spent_and_the_poor_are_told_to_come_
     await proven(house)
 
 
-async def broken_engine(path: str):  # type: ignore[no-untyped-def]
-    from sqlalchemy.ext.asyncio import create_async_engine
-
+def broken_engine(path: str) -> AsyncEngine:
     return create_async_engine(f"sqlite+aiosqlite:///{path}.nowhere/none.db")
 
 
@@ -140,14 +139,10 @@ async def test_a_fenced_worker_stops(either: House) -> None:
 
 async def test_a_commit_whose_end_nobody_saw_is_read_before_it_is_tried_again(either: House) -> None:
     """Both ways: it happened, or it did not."""
-    from ledger.database import CommitUnknown, Database
-
     gate = await either.gate()
     await run(gate, either.ask())
     (slice,) = [s for s in gate.leases.slices.values() if s.kind == "prepaid"]
     real = Database.begin
-    from contextlib import asynccontextmanager
-
     for happened in (True, False):
 
         @asynccontextmanager
