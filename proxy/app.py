@@ -23,8 +23,7 @@ from proxy.ids import RequestIds, now_ms
 from proxy.openai.dialects import DIALECTS, Dialect
 from proxy.openai.errors import (
     ApiError,
-    from_ledger,
-    from_refusal,
+    as_api_error,
     internal_error,
     method_not_allowed,
     not_found,
@@ -131,19 +130,6 @@ class RequestId:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """Whatever was raised, as the wire says it."""
-    match error:
-        case ApiError():
-            return error
-        case Refusal():
-            return from_refusal(error)
-        case LedgerError():
-            return from_ledger(error)
-        case _:
-            return internal_error()
 
 
 def error_response(error: ApiError) -> Response:

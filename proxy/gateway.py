@@ -42,8 +42,7 @@ from proxy.openai.chunks import StreamReader
 from proxy.openai.dialects import Dialect
 from proxy.openai.errors import (
     ApiError,
-    from_ledger,
-    from_refusal,
+    as_api_error,
     internal_error,
     model_not_found,
     no_deployment_available,
@@ -98,7 +97,7 @@ class Gateway:
         except ClientGone:
             self._metrics.refused("client_gone")
         except (ApiError, Refusal, LedgerError) as error:
-            await self._refuse(dialect, reply, _as_api_error(error))
+            await self._refuse(dialect, reply, as_api_error(error))
         except Exception as error:
             log.error("request_failed", request_id=reply.request_id, exc_info=error)
             await self._refuse(dialect, reply, internal_error())
@@ -370,15 +369,3 @@ async def _in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], se
 
 def _broken(deployment: Deployment, what: str) -> UpstreamFailed:
     return UpstreamFailed("broken", upstream_error(f"The upstream `{deployment.upstream.name}`: {what}."))
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case Refusal():
-            return from_refusal(error)
-        case LedgerError():
-            return from_ledger(error)
-        case _:
-            return internal_error()

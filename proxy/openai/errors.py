@@ -182,3 +182,16 @@ def from_ledger(error: LedgerError) -> ApiError:
             return ApiError(409, INVALID, "conflict", str(error), should_retry=False)
         case _:
             return internal_error()
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Whatever was raised, as the wire says it; what nobody expected is a 500."""
+    match error:
+        case ApiError():
+            return error
+        case Refusal():
+            return from_refusal(error)
+        case LedgerError():
+            return from_ledger(error)
+        case _:
+            return internal_error()
