@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from proxy.probe import get_json
@@ -29,7 +33,7 @@ async def start_screen(plan: Plan, first_run: FirstRun, took_s: float) -> str:
     lines = ["", f"TallyGate {importlib.metadata.version('tallygate')} is serving ({took_s:.1f} s)", ""]
     lines += [f"  {label:<12} {text}" for label, text in rows]
     lines += ["", *_example(settings, root, first_run.demo_key or "sk-tg-..."), ""]
-    lines += [f"  {label:<12} {text}" for label, text in _next(settings, root)]
+    lines += [f"  {label:<12} {text}" for label, text in _next(plan, root)]
     return "\n".join([*lines, "", "Ctrl-C stops it: running requests are finished first.", ""])
 
 
@@ -71,10 +75,15 @@ def _example(settings: Settings, root: str, key: str) -> list[str]:
     return [f"{head} -H 'Content-Type: application/json' -d '{body}'"]
 
 
-def _next(settings: Settings, root: str) -> list[tuple[str, str]]:
+def _next(plan: Plan, root: str) -> list[tuple[str, str]]:
+    settings = plan.settings
+    command = "tallygate" if shutil.which("tallygate") else os.path.relpath(Path(sys.executable).parent / "tallygate")
+    here = settings.base_dir == Path.cwd()
+    options = "" if here else f" --data-dir {settings.base_dir}"
+    options += f" --config {settings.source}" if plan.configured else ""
     return [
-        ("usage", "tallygate usage"),
-        ("proof", "tallygate verify"),
+        ("usage", f"{command} usage{options}"),
+        ("proof", f"{command} verify{options}"),
         ("admin API", f"{root}/admin/v1/openapi.json"),
         ("health", f"{root}/health/ready and {root}/metrics"),
         ("data, logs", f"{settings.data_dir}, {settings.data_dir / 'logs'}"),

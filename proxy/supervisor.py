@@ -43,6 +43,11 @@ class Plan:
     """None: no local backend."""
 
     @property
+    def configured(self) -> bool:
+        """Whether there is a configuration file."""
+        return "--config" in self.arguments
+
+    @property
     def backend_url(self) -> str | None:
         backend = self.settings.backend
         if backend is None:

@@ -26,11 +26,13 @@ def serve(
     workers: Annotated[int | None, typer.Option(help="Gateway processes; more than one needs redis counters.")] = None,
 ) -> None:
     """Start and supervise everything a machine needs: gateway workers, the poster and the local backend."""
+    if config is not None:
+        config = config.absolute()
     overrides = {"server.host": host, "server.port": port, "server.workers": workers}
     settings = settings_of(config, data_dir, overrides)
     arguments = ["--data-dir", str(data_dir.absolute())]
     if config is not None:
-        arguments += ["--config", str(config.absolute())]
+        arguments += ["--config", str(config)]
     for name, value in (("--host", host), ("--port", port), ("--workers", workers)):
         arguments += [] if value is None else [name, str(value)]
     raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments))))

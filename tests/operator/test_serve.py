@@ -45,6 +45,7 @@ class Serving(Served):
             "models:\n"
             "  deepseek-v3.2:\n"
             "    deployments: [{to: legacy}]\n"
+            "    max_output_tokens: 20000000\n"
             '    price: {currency: USD, input: "0.28", cache_read: "0.028", output: "0.42"}\n'
         )
         options = ["--config", str(config), "--data-dir", str(base_dir), "--port", str(self.port)]
@@ -147,6 +148,40 @@ def test_a_request_through_the_demo_key_is_priced_in_both_currencies_and_posted(
             "/invoices/export", params={"team": "demo", "month": row["period"], "format": "json"}
         ).json()
         assert document["cost_usd"] == sums[0]["cost_usd"]
+
+
+def test_12_8_million_output_tokens_cost_the_same_in_answer_ledger_api_and_export(
+    serving: Serving, upstream: FakeUpstream
+) -> None:
+    answer = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "deepseek-v3.2",
+        "choices": [{"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "…"}}],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 12_800_000, "total_tokens": 12_800_000},
+    }
+    upstream.standing_fault({"body": json.dumps(answer)}, times=1)
+    with serving.administrator() as admin:
+        team = admin.post("/teams", json={"name": "twelve", "billing_currency": "CNY"}).json()["id"]
+        admin.post(f"/teams/{team}/topups", json={"amount": "40", "currency": "CNY", "reference": "twelve"})
+        key = admin.post("/keys", json={"team_id": team}).json()["key"]
+        body = ASK | {"max_tokens": 12_800_000}
+        headers = {"authorization": f"Bearer {key}"}
+        got = httpx.post(f"{serving.root}/v1/chat/completions", json=body, headers=headers, timeout=30)
+        assert got.status_code == 200, got.text
+        block = got.json()["usage"]["tallygate"]
+        assert (block["billed_tokens"], block["cost_usd"], block["cost_cny"]) == (12_800_000, "5.376", "39.2448")
+        path = f"/requests/{got.headers['x-request-id']}"
+        wait_until(lambda: admin.get(path).status_code == 200, 10, "the posted request")
+        detail = admin.get(path).json()
+        assert (detail["usage"]["cost_usd"], detail["usage"]["cost_cny"]) == ("5.376", "39.2448")
+        assert [transfer["amount"] for transfer in detail["transfers"]] == ["39.2448"]
+        assert admin.get(f"/teams/{team}/balance").json()["prepaid"] == "0.7552"
+        month = {"team": team, "month": detail["usage"]["period"]}
+        statement = admin.get("/invoices/export", params=month | {"format": "json"}).json()
+        assert (statement["cost_usd"], statement["cost_cny"]) == ("5.376", "39.2448")
+        assert "5.376,39.2448" in admin.get("/invoices/export", params=month | {"format": "csv"}).text
 
 
 def test_secrets_are_readable_by_their_owner_alone(serving: Serving) -> None:
