@@ -1,7 +1,8 @@
 """A month's statement as a value: exact lines in, whole cents out, once. No I/O.
 
 Rounding happens here and nowhere else: `carry_in + exact = billed + carry_out` with 0 ≤ carry < 1 cent (or fen), so
-that Σ billed ≤ Σ exact < Σ billed + 1 cent for ever. Lines get their cents by largest remainder, so they foot. the billing currency is rounded; the other one is shown exact.
+that Σ billed ≤ Σ exact < Σ billed + 1 cent for ever. Lines get their cents by largest remainder, so they foot.
+Only the billing currency is rounded; the other one is shown exact.
 """
 
 from __future__ import annotations
