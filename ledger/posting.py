@@ -20,10 +20,12 @@ from ledger.database import Database
 from ledger.entries import AccountInfo, Entries, RefusedRecord
 from ledger.errors import JournalDamaged, LedgerError, LedgerUnavailable
 from ledger.journal.format import EPOCH_CLOSED, INTENT, PROGRESS, Frame
+from ledger.journal.position import read_mark
+from ledger.journal.pruning import prune
 from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, host_id, list_epochs, list_slots
 from ledger.partitions import ensure_partitions
-from ledger.posting_sql import account_infos, close_epoch, is_refusal, suspend, write_entries
+from ledger.posting_sql import account_infos, close_epoch, is_outage, is_refusal, suspend, write_entries
 from ledger.records import EpochClosed, Settle, decode
 from ledger.schema import batches, epochs, idempotency_claims
 
@@ -32,6 +34,10 @@ log = structlog.get_logger(__name__)
 BATCH_FRAMES = 4_000
 POLL_S = 0.05
 HOUSEKEEPING_MS = 600_000
+KEPT_MS = 7 * 86_400_000
+"""Journals are kept for this long after they are posted: a database restored from a backup needs them."""
+RETENTION_MS = 7 * 86_400_000
+"""How long a posted segment is kept: longer than the backups of the database are apart."""
 
 
 class LostRace(LedgerError):
@@ -109,8 +115,10 @@ class Poster:
                 self._forget(slot_dir)
             except JournalDamaged as error:
                 self._complain(slot_id, error)
-            except BaseException:
+            except BaseException as error:
                 self._forget(slot_dir)
+                if is_outage(error):
+                    raise LedgerUnavailable(f"the database is not available: {error}") from error
                 raise
         return posted
 
@@ -280,11 +288,12 @@ class Poster:
             log.error("posting of this slot stands still", slot=slot_id, error=str(error))
 
     async def _keep_house(self) -> None:
-        """Now and then: forget replayable answers after their day."""
+        """Now and then: make partitions, forget replayable answers after their day, remove old posted segments."""
         now_ms = self._clock()
         if now_ms < self._next_housekeeping_ms:
             return
         self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
+        await self._prune(now_ms - KEPT_MS)
         claims = idempotency_claims.c
         async with self.db.begin() as c:
             await ensure_partitions(c, now_ms)
@@ -294,3 +303,48 @@ class Poster:
                 .where(claims.answer_expires_ms < now_ms, claims.answer.is_not(None))
                 .values(answer=None)
             )
+        await self._prune(now_ms - RETENTION_MS)
+
+    async def _prune(self, before_ms: int) -> None:
+        """An epoch that SQL has open loses old segments, never its directory: recovery will want to find it."""
+        e = epochs.c
+        for slot_dir in list_slots(self.journal_dir):
+            slot_id = f"{host_id(self.journal_dir)}/{slot_dir.name}"
+            async with self.db.read() as c:
+                rows = await c.execute(select(e.journal_uuid, e.cursor_seq, e.state).where(e.slot_id == slot_id))
+                known = {row.journal_uuid: row for row in rows}
+            for info in list_epochs(slot_dir):
+                row = known.get(info.journal_uuid)
+                if row is None or (row.state == "open" and self._ended(info)):
+                    continue
+                try:
+                    removed = await asyncio.to_thread(prune, info.path, posted_seq=row.cursor_seq, before_ms=before_ms)
+                except JournalDamaged as error:
+                    self._complain(slot_id, error)
+                    continue
+                if removed:
+                    log.info("journal segments removed", slot=slot_id, epoch=info.epoch, segments=removed)
+
+    @staticmethod
+    def _ended(info: EpochInfo) -> bool:
+        mark = read_mark(info.path)
+        return mark is not None and mark.closed
+
+    async def _prune(self, before_ms: int) -> None:
+        """Posted segments are kept for as long as the database's backups may be behind."""
+        async with self.db.read() as c:
+            query = select(epochs.c.slot_id, epochs.c.epoch, epochs.c.cursor_seq).where(epochs.c.state != "lost")
+            posted = {(row.slot_id, row.epoch): row.cursor_seq for row in await c.execute(query)}
+        for slot_dir in list_slots(self.journal_dir):
+            slot_id = f"{host_id(self.journal_dir)}/{slot_dir.name}"
+            for info in list_epochs(slot_dir):
+                seq = posted.get((slot_id, info.epoch))
+                if seq is None:
+                    continue
+                try:
+                    removed = await asyncio.to_thread(prune, info.path, posted_seq=seq, before_ms=before_ms)
+                except (JournalDamaged, OSError) as error:
+                    log.warning("a journal cannot be pruned", epoch=str(info.path), error=str(error))
+                    continue
+                if removed:
+                    log.info("pruned", epoch=str(info.path), segments=removed)

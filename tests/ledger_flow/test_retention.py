@@ -1,0 +1,79 @@
+"""Posted segments are kept for a week, and then they go; what recovery or a proof may still want stays."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ledger.journal import list_epochs
+from ledger.posting import RETENTION_MS
+from ledger.verify import verify
+from tests.ledger_flow.material import House, now_ms, run, used
+
+SEGMENT_BYTES = 1 << 20
+
+
+def segments(house: House) -> list[Path]:
+    return sorted(house.journal_dir.glob("0/epoch-*/*.seg"))
+
+
+async def fill(house: House) -> None:
+    """Some segments of settled requests in the slot's running epoch."""
+    gate = await house.gate(segment_bytes=SEGMENT_BYTES)
+    for _ in range(40):
+        await run(gate, house.ask(), used(tokens={"raw": b"x" * 100_000}))
+    await gate.journal.flush()
+
+
+async def keep_house(house: House, after_ms: int) -> None:
+    """A poster that starts so much later, and posts and tidies."""
+    poster = house.poster(clock=lambda: now_ms() + after_ms)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.5, stop.set)
+    await poster.run(stop)
+
+
+async def proves(house: House) -> bool:
+    return (await verify(house.db, house.journal_dir)).ok
+
+
+async def test_posted_segments_go_after_a_week_and_not_before(house: House) -> None:
+    await fill(house)
+    before = segments(house)
+    assert len(before) > 2
+    await keep_house(house, RETENTION_MS - 60_000)
+    assert segments(house) == before
+    await keep_house(house, RETENTION_MS + 60_000)
+    assert len(segments(house)) < len(before)
+    assert segments(house)[-1] == before[-1]
+    assert await proves(house)
+
+
+async def test_a_slot_goes_on_after_its_old_segments_are_gone(house: House) -> None:
+    await fill(house)
+    await keep_house(house, RETENTION_MS + 60_000)
+    await house.gates[-1].close()
+    house.gates.pop()
+    gate = await house.gate(segment_bytes=SEGMENT_BYTES)
+    assert gate.lost_epochs == []
+    await run(gate, house.ask())
+    await house.post()
+    assert await proves(house)
+    assert len(list_epochs(house.journal_dir / "0")) == 2
+    await keep_house(house, RETENTION_MS + 60_000)
+    assert [info.epoch for info in list_epochs(house.journal_dir / "0")] == [2], (
+        "closed, posted and old: it goes altogether"
+    )
+    assert await proves(house)
+
+
+async def test_what_is_not_posted_stays_however_old_it_is(house: House) -> None:
+    await fill(house)
+    await house.gates[-1].close()
+    house.gates.pop()
+    before = segments(house)
+    poster = house.poster(clock=lambda: now_ms() + 3 * RETENTION_MS)
+    await poster._keep_house()
+    assert segments(house) == before
+    await house.post()
+    assert await proves(house)
