@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from ledger.errors import LedgerError
 from policies.refusal import Refusal
 from proxy.account import account_routes
 from proxy.admin.app import admin_app
+from proxy.anthropic.counting import CountTokens
+from proxy.anthropic.dialect import MESSAGES
 from proxy.asgi import JSON, Receive, Reply, Scope, Send
 from proxy.health import health_routes
 from proxy.ids import RequestIds, now_ms
@@ -28,10 +30,13 @@ from proxy.openai.errors import (
     method_not_allowed,
     not_found,
 )
+from proxy.openai.responses.dialect import RESPONSES
 from proxy.settings import Settings
 from proxy.worker import Worker
 
 log = structlog.get_logger(__name__)
+
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> Starlette:
@@ -49,14 +54,16 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> S
         finally:
             await worker.close()
 
-    generating: dict[str, Generating] = {dialect.path: Generating(worker, dialect) for dialect in DIALECTS}
+    dialects = (*DIALECTS, RESPONSES, MESSAGES)
+    hot: dict[str, Endpoint] = {dialect.path: Generating(worker, dialect) for dialect in dialects}
+    hot["/messages/count_tokens"] = CountTokens(worker)
     routes: list[Route | Mount] = []
     for prefix in ("/v1", ""):
         routes += account_routes(worker, prefix)
     routes += health_routes(worker)
     routes.append(Mount("/admin/v1", admin_app(settings, worker.database)))
     app = GatewayApp(
-        hot={prefix + path: endpoint for prefix in ("/v1", "") for path, endpoint in generating.items()},
+        hot={prefix + path: endpoint for prefix in ("/v1", "") for path, endpoint in hot.items()},
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(RequestId)],
@@ -76,7 +83,7 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> S
 class GatewayApp(Starlette):
     """A Starlette application that goes straight to what runs hot: routing and middleware cost a tenth of a request."""
 
-    def __init__(self, hot: Mapping[str, Generating], **options: Any) -> None:
+    def __init__(self, hot: Mapping[str, Endpoint], **options: Any) -> None:
         super().__init__(**options)
         self._hot = hot
 
@@ -107,7 +114,7 @@ class Generating:
             self._worker.serving()
         except (ApiError, LedgerError) as error:
             known = as_api_error(error)
-            reply = Reply(send, self._ids.new(now_ms()))
+            reply = Reply(send, self._ids.new(now_ms()), self._dialect.id_header)
             await reply.whole(known.status, self._dialect.error_body(known), [JSON, *known.headers()])
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from tests.upstream.faults import Fault, Usage
 
 DEFAULT_TOKENS = 16
+CALL = ('{"city":', ' "Berlin"', "}")
+"""The arguments of a call, token by token."""
 CREATED = 1_767_225_600
 WORDS = ("the ", "bill ", "is ", "what ", "was ", "used, ", "not ", "a ", "token ", "more ", "or ", "less. ")
 MULTIBYTE = ("账单 ", "正确 ", "😀 ", "é ", "한국 ", "ß", "\u2028", "👩‍👩‍👧 ")
@@ -17,7 +19,7 @@ MULTIBYTE = ("账单 ", "正确 ", "😀 ", "é ", "한국 ", "ß", "\u2028", "�
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens[i] is the text of the i-th generated token."""
+    """tokens[i] is the text of the i-th generated token that is content; reasoning comes before, calls after."""
 
     id: str
     model: str
@@ -25,6 +27,12 @@ class Answer:
     prompt_tokens: int
     tokens: tuple[str, ...]
     finish_reason: str | None
+    reasoning: tuple[str, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def generated(self) -> int:
+        return len(self.reasoning) + len(self.tokens) + len(CALL) * len(self.calls)
 
     @property
     def text(self) -> str:
@@ -50,7 +58,8 @@ def _words(content: Any) -> int:
 
 def answer(body: dict[str, Any], fault: Fault, number: int) -> Answer:
     """The answer to the number-th request. `max_tokens` below the intended length cuts it: finish_reason `length`."""
-    wanted = fault.tokens if fault.tokens is not None else DEFAULT_TOKENS
+    default = 0 if fault.calls else DEFAULT_TOKENS
+    wanted = fault.tokens if fault.tokens is not None else default
     cap = body.get("max_completion_tokens", body.get("max_tokens"))
     count = min(wanted, cap) if isinstance(cap, int) and cap >= 0 else wanted
     words = MULTIBYTE if fault.multibyte else WORDS
@@ -61,11 +70,19 @@ def answer(body: dict[str, Any], fault: Fault, number: int) -> Answer:
         chat="messages" in body,
         prompt_tokens=prompt_tokens(body),
         tokens=tuple(words[i % len(words)] for i in range(count)),
-        finish_reason=finish,
+        finish_reason="tool_calls" if fault.calls and finish == "stop" else finish,
+        reasoning=tuple(words[i % len(words)] for i in range(fault.reasoning)),
+        calls=tuple(_call(body, number, i) for i in range(fault.calls)),
     )
 
 
-def usage(prompt: int, generated: int, kind: Usage = "last") -> Any:
+def _call(body: dict[str, Any], number: int, index: int) -> dict[str, Any]:
+    tools = body.get("tools") or [{"function": {"name": "tool"}}]
+    name = tools[0]["function"]["name"]
+    return {"id": f"call_{number}_{index}", "type": "function", "function": {"name": name, "arguments": "".join(CALL)}}
+
+
+def usage(prompt: int, generated: int, kind: Usage = "last", reasoning: int = 0) -> Any:
     """The usage object as a provider of that kind reports it."""
     good = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
     match kind:
@@ -87,6 +104,10 @@ def usage(prompt: int, generated: int, kind: Usage = "last") -> Any:
             return list(good.values())
         case "inflated":
             return {**good, "total_tokens": 10 * (prompt + generated)}
+        case "cached":
+            details = {"cached_tokens": prompt // 2, "cache_write_tokens": 1}
+            thought = {"reasoning_tokens": min(reasoning, generated)}
+            return {**good, "prompt_tokens_details": details, "completion_tokens_details": thought}
         case "decreasing":
             return {**good, "completion_tokens": max(0, 100 - generated)}
         case _:
@@ -96,7 +117,12 @@ def usage(prompt: int, generated: int, kind: Usage = "last") -> Any:
 def plain_body(answer: Answer, fault: Fault) -> bytes:
     """The body of an answer that is not streamed."""
     if answer.chat:
-        choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": answer.text}}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            message["reasoning_content"] = "".join(answer.reasoning)
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": list(answer.calls)}
+        choice: dict[str, Any] = {"index": 0, "message": message}
     else:
         choice = {"index": 0, "text": answer.text}
     body: dict[str, Any] = {
@@ -108,7 +134,7 @@ def plain_body(answer: Answer, fault: Fault) -> bytes:
         "x_provider": {"kept": "as it is"},
     }
     if fault.usage != "none":
-        body["usage"] = usage(answer.prompt_tokens, len(answer.tokens), fault.usage)
+        body["usage"] = usage(answer.prompt_tokens, answer.generated, fault.usage, len(answer.reasoning))
     return json.dumps(body, ensure_ascii=False).encode()
 
 
@@ -135,7 +161,7 @@ def events(answer: Answer, fault: Fault, options: dict[str, Any]) -> Iterator[Ev
             "model": answer.model,
             "choices": choices,
         }
-        reported = usage(answer.prompt_tokens, generated, fault.usage) if report else None
+        reported = usage(answer.prompt_tokens, generated, fault.usage, len(answer.reasoning)) if report else None
         if report or asked:
             body["usage"] = reported
         return Event(json.dumps(body, ensure_ascii=False), generated, reported, token)
@@ -148,11 +174,24 @@ def events(answer: Answer, fault: Fault, options: dict[str, Any]) -> Iterator[Ev
 
     if answer.chat:
         yield event(choice("", role="assistant"), 0)
-    for done, text in enumerate(answer.tokens, 1):
+    thought = len(answer.reasoning)
+    for done, text in enumerate(answer.reasoning, 1):
+        delta = {"reasoning_content": text}
+        yield event([{"index": 0, "delta": delta, "finish_reason": None}], done, report=bool(each), token=True)
+    for done, text in enumerate(answer.tokens, 1 + thought):
         if fault.empty_deltas:
             yield event(choice(""), done - 1)
         yield event(choice(text), done, report=bool(each), token=True)
-    count = len(answer.tokens)
+    called = [
+        {"index": index, **(call if piece == 0 else {}), "function": {**name, "arguments": text}}
+        for index, call in enumerate(answer.calls)
+        for piece, text in enumerate(CALL)
+        for name in [{"name": call["function"]["name"]} if piece == 0 else {}]
+    ]
+    for done, part in enumerate(called, 1 + thought + len(answer.tokens)):
+        delta = {"tool_calls": [part]}
+        yield event([{"index": 0, "delta": delta, "finish_reason": None}], done, report=bool(each), token=True)
+    count = answer.generated
     if answer.finish_reason is not None:
         yield event(choice(None, answer.finish_reason), count, report=bool(each) or fault.usage == "finish")
     if fault.usage not in ("none", "finish") and (asked or fault.usage == "always"):

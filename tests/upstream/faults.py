@@ -24,6 +24,7 @@ Usage = Literal[
     "inflated",  # total_tokens above the sum
     "decreasing",  # in every chunk, and falling
     "twice",  # two last chunks, the second one larger
+    "cached",  # half of the prompt from a cache
 ]
 End = Literal[
     "done",  # as it should be
@@ -76,6 +77,10 @@ class Fault:
     length_error: int = 0
     """Added to Content-Length (framing becomes `length`): positive is a short body."""
     multibyte: bool = False
+    calls: int = 0
+    """How many calls of the first tool the answer makes; it then says nothing else, unless `tokens` wants it to."""
+    reasoning: int = 0
+    """How many tokens of `reasoning_content` come first."""
     empty_deltas: bool = False
     """An empty delta before each token."""
     keep_alive: bool = True
@@ -182,6 +187,11 @@ FAULTS: dict[str, Fault] = {
     "many-packets-an-event": Fault(packet_bytes=7),
     "byte-by-byte": Fault(packet_bytes=1, multibyte=True, tokens=6),
     "multibyte": Fault(multibyte=True, packet_bytes=5),
+    # -- what an answer holds
+    "calls": Fault(calls=1),
+    "two-calls": Fault(calls=2, tokens=3),
+    "thinks": Fault(reasoning=5, usage="cached"),
+    "cached": Fault(usage="cached"),
     "empty-deltas": Fault(empty_deltas=True),
     "gzip": Fault(encoding="gzip"),
     "deflate": Fault(encoding="deflate"),

@@ -252,8 +252,8 @@ class Exchange:
 
     async def _plain(self, answer: answers.Answer) -> None:
         fault = self._fault
-        await self._connection.pause(fault.first_chunk_delay_ms + fault.chunk_delay_ms * len(answer.tokens))
-        self.entry["produced_tokens"] = len(answer.tokens)
+        await self._connection.pause(fault.first_chunk_delay_ms + fault.chunk_delay_ms * answer.generated)
+        self.entry["produced_tokens"] = answer.generated
         body = answers.plain_body(answer, fault)
         self.entry["reported"] = json.loads(body).get("usage")
         writer = BodyWriter(
@@ -261,7 +261,7 @@ class Exchange:
         )
         await writer.head()
         if fault.end == "done":
-            self.entry |= {"sent_tokens": len(answer.tokens), "outcome": "done"}
+            self.entry |= {"sent_tokens": answer.generated, "outcome": "done"}
             await writer.part(body)
             await writer.end()
             return
