@@ -11,6 +11,8 @@ from backend.sequence import Sequence as Running
 from backend.speculate import best_lengths
 
 _GAIN = 1.03  # a row that decodes plainly starts to draft for this much; one that drafts goes on for any gain
+_CAREFUL_ROUNDS = 2  # a request that has drafted less often than this
+_CAREFUL_LENGTH = 2  # drafts at most so many tokens: nothing is known of it yet
 _PROBE_SHARE = 0.01  # of the time that a plain request may spend on asking again whether drafting pays
 
 

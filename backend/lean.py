@@ -57,7 +57,7 @@ class LeanBody:
         self._cos, self._sin = _rotary_table(body, capacity)
         self._layers = [_Layer(layer, self._eps) for layer in body.layers]
         head = model.get_output_embeddings()
-        self._head = Linear(head.weight.detach(), None if head.bias is None else head.bias.detach())
+        self.head = Linear(head.weight.detach(), None if head.bias is None else head.bias.detach())
 
     def forward(self, ids: Tensor, batch: PackedBatch) -> Tensor:
         """ids int64 [T] → hidden states [T, width]."""
@@ -68,7 +68,7 @@ class LeanBody:
         return F.rms_norm(hidden, self._norm.shape, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return self.head(hidden)
 
 
 class _Layer:

@@ -20,10 +20,11 @@ _TOLERANCE = 0.02  # relative to the largest logit; bfloat16 gets five times as 
 class PackedModel:
     """The forward pass of one model for many rows at once, and its keys and values.
 
-    capacity: tokens per slot. Raises ModelNotSupported for models whose attention is not plain causal attention.
+    capacity: tokens per slot. head_rows: token ids to compute logits of (a cut head), None for the whole vocabulary;
+    logits then have a column for each. Raises ModelNotSupported where attention is not plain causal attention.
     """
 
-    def __init__(self, model: Any, *, slots: int, capacity: int) -> None:
+    def __init__(self, model: Any, *, slots: int, capacity: int, head_rows: Tensor | None = None) -> None:
         config = model.config
         refuse_unsupported(config, capacity)
         attention.register()
@@ -49,6 +50,8 @@ class PackedModel:
             self._lean = LeanBody(model, capacity)
             self._body = self._head = None  # not needed any more, and large
             probe.check(self)
+        if head_rows is not None:
+            self._cut_head(model, head_rows)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], segments: Sequence[Segment]) -> Tensor:
@@ -60,6 +63,14 @@ class PackedModel:
         output = self._body(input_ids=ids, position_ids=batch.positions[None], use_cache=False, packed=batch)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _cut_head(self, model: Any, rows: Tensor) -> None:
+        head = model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias.detach()[rows]
+        cut = lean.Linear(head.weight.detach()[rows].contiguous(), bias)
+        if self._lean is not None:
+            self._lean.head = cut
+        self._head = cut
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class AcceptanceTracker:
     WINDOW = 32
     _DECAY = 0.97
 
-    def __init__(self, prior: float = 0.7, weight: float = 4.0) -> None:
+    def __init__(self, prior: float = 0.7, weight: float = 2.0) -> None:
         self._accepted = prior * weight
         self._tested = weight
         self._window = [0, 0]

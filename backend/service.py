@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from backend.text import Tokenizer
 _log = structlog.get_logger("backend.service")
 _TARGET_SIZES = [1, 2, 3, 4, 5, 8, 16, 24, 40, 72]
 _DRAFT_ROWS = [1, 2, 4, 8]
+HOT_TOKENS = "hot_tokens.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +146,23 @@ class _DraftLoader:
             model = load_model(directory, self._target.dtype, self._target.device)
             theirs = load_tokenizer(directory)
             width = common_vocabulary(self._tokenizer.vocabulary, theirs.vocabulary, name)
-            packed = PackedModel(model, slots=self._settings.max_batch, capacity=self._target.cache.capacity)
-            width = min(width, packed.vocabulary, self._target.vocabulary)
-            draft = ModelDraft(packed, spec, width)
-            rows = [rows for rows in _DRAFT_ROWS if rows <= self._settings.max_batch]
-            draft.calibrate(measure_steps(packed, rows, width))
-            self._loaded[spec] = draft
+            width = min(width, int(model.config.vocab_size), self._target.vocabulary)
+            self._loaded[spec] = self._measured(directory, model, spec, width)
         return self._loaded[spec]
+
+    def _measured(self, directory: Path, model: Any, spec: str, width: int) -> ModelDraft:
+        """A draft model with its step times. hot_tokens.json in its directory (a list of token ids) cuts its head."""
+        import torch
+
+        hot = None
+        if (directory / HOT_TOKENS).is_file():
+            ids = sorted({token for token in json.loads((directory / HOT_TOKENS).read_text()) if 0 <= token < width})
+            hot = torch.tensor(ids, dtype=torch.int64)
+        slots, capacity = self._settings.max_batch, self._target.cache.capacity
+        packed = PackedModel(model, slots=slots, capacity=capacity, head_rows=hot)
+        draft = ModelDraft(packed, spec, width, hot)
+        draft.calibrate(measure_steps(packed, [rows for rows in _DRAFT_ROWS if rows <= slots], width))
+        return draft
 
     def _bundled(self, name: str) -> Draft:
         """The bundled draft, which shares the target's embedding and head."""
