@@ -20,7 +20,6 @@ from ledger.database import Database
 from ledger.entries import AccountInfo, Entries, RefusedRecord
 from ledger.errors import JournalDamaged, LedgerError, LedgerUnavailable
 from ledger.journal.format import EPOCH_CLOSED, INTENT, PROGRESS, Frame
-from ledger.journal.position import read_mark
 from ledger.journal.pruning import prune
 from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, host_id, list_epochs, list_slots
@@ -36,8 +35,6 @@ POLL_S = 0.05
 HOUSEKEEPING_MS = 600_000
 KEPT_MS = 7 * 86_400_000
 """Journals are kept for this long after they are posted: a database restored from a backup needs them."""
-RETENTION_MS = 7 * 86_400_000
-"""How long a posted segment is kept: longer than the backups of the database are apart."""
 
 
 class LostRace(LedgerError):
@@ -303,32 +300,6 @@ class Poster:
                 .where(claims.answer_expires_ms < now_ms, claims.answer.is_not(None))
                 .values(answer=None)
             )
-        await self._prune(now_ms - RETENTION_MS)
-
-    async def _prune(self, before_ms: int) -> None:
-        """An epoch that SQL has open loses old segments, never its directory: recovery will want to find it."""
-        e = epochs.c
-        for slot_dir in list_slots(self.journal_dir):
-            slot_id = f"{host_id(self.journal_dir)}/{slot_dir.name}"
-            async with self.db.read() as c:
-                rows = await c.execute(select(e.journal_uuid, e.cursor_seq, e.state).where(e.slot_id == slot_id))
-                known = {row.journal_uuid: row for row in rows}
-            for info in list_epochs(slot_dir):
-                row = known.get(info.journal_uuid)
-                if row is None or (row.state == "open" and self._ended(info)):
-                    continue
-                try:
-                    removed = await asyncio.to_thread(prune, info.path, posted_seq=row.cursor_seq, before_ms=before_ms)
-                except JournalDamaged as error:
-                    self._complain(slot_id, error)
-                    continue
-                if removed:
-                    log.info("journal segments removed", slot=slot_id, epoch=info.epoch, segments=removed)
-
-    @staticmethod
-    def _ended(info: EpochInfo) -> bool:
-        mark = read_mark(info.path)
-        return mark is not None and mark.closed
 
     async def _prune(self, before_ms: int) -> None:
         """Posted segments are kept for as long as the database's backups may be behind."""

@@ -57,6 +57,21 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, _REFUSALS)
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether a driver failed for a reason that lies outside the records: try again later."""
+    return isinstance(
+        error,
+        (
+            DBAPIError,
+            OSError,
+            sqlite3.OperationalError,
+            asyncpg.exceptions.PostgresError,
+            asyncpg.exceptions.InterfaceError,
+            asyncpg.exceptions.InternalClientError,
+        ),
+    )
+
+
 async def account_infos(c: AsyncConnection, account_ids: Collection[str]) -> dict[str, AccountInfo]:
     query = select(accounts.c.id, accounts.c.kind, accounts.c.currency).where(accounts.c.id.in_(account_ids))
     return {row.id: AccountInfo(row.kind, row.currency) for row in await c.execute(query)}

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from ledger.journal import list_epochs
-from ledger.posting import RETENTION_MS
+from ledger.posting import KEPT_MS
 from ledger.verify import verify
 from tests.ledger_flow.material import House, now_ms, run, used
 
@@ -41,9 +41,9 @@ async def test_posted_segments_go_after_a_week_and_not_before(house: House) -> N
     await fill(house)
     before = segments(house)
     assert len(before) > 2
-    await keep_house(house, RETENTION_MS - 60_000)
+    await keep_house(house, KEPT_MS - 60_000)
     assert segments(house) == before
-    await keep_house(house, RETENTION_MS + 60_000)
+    await keep_house(house, KEPT_MS + 60_000)
     assert len(segments(house)) < len(before)
     assert segments(house)[-1] == before[-1]
     assert await proves(house)
@@ -51,7 +51,7 @@ async def test_posted_segments_go_after_a_week_and_not_before(house: House) -> N
 
 async def test_a_slot_goes_on_after_its_old_segments_are_gone(house: House) -> None:
     await fill(house)
-    await keep_house(house, RETENTION_MS + 60_000)
+    await keep_house(house, KEPT_MS + 60_000)
     await house.gates[-1].close()
     house.gates.pop()
     gate = await house.gate(segment_bytes=SEGMENT_BYTES)
@@ -60,7 +60,7 @@ async def test_a_slot_goes_on_after_its_old_segments_are_gone(house: House) -> N
     await house.post()
     assert await proves(house)
     assert len(list_epochs(house.journal_dir / "0")) == 2
-    await keep_house(house, RETENTION_MS + 60_000)
+    await keep_house(house, KEPT_MS + 60_000)
     assert [info.epoch for info in list_epochs(house.journal_dir / "0")] == [2], (
         "closed, posted and old: it goes altogether"
     )
@@ -72,7 +72,7 @@ async def test_what_is_not_posted_stays_however_old_it_is(house: House) -> None:
     await house.gates[-1].close()
     house.gates.pop()
     before = segments(house)
-    poster = house.poster(clock=lambda: now_ms() + 3 * RETENTION_MS)
+    poster = house.poster(clock=lambda: now_ms() + 3 * KEPT_MS)
     await poster._keep_house()
     assert segments(house) == before
     await house.post()
