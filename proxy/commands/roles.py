@@ -57,12 +57,13 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
     import uvicorn
 
     from proxy.app import build_app
+    from proxy.http_server import GatewayProtocol
     from proxy.logs import configure_logging
 
     configure_logging()
     config = uvicorn.Config(
         build_app(settings, slot=slot),
-        http="httptools",
+        http=GatewayProtocol,
         loop="auto",
         ws="none",
         lifespan="on",

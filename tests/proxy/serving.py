@@ -22,6 +22,7 @@ from ledger.keys import KeyHasher
 from ledger.money import PICO_PER_UNIT, Currency
 from ledger.schema import usage
 from proxy.app import build_app
+from proxy.http_server import GatewayProtocol
 from proxy.preflight import check_directories
 from proxy.secrets import key_secret
 from proxy.seeding import prepare
@@ -62,7 +63,7 @@ class Gateway:
         self.port: int = self._socket.getsockname()[1]
         self.app = build_app(self.settings, slot=0, embed_poster=True)
         config = uvicorn.Config(
-            self.app, http="httptools", log_config=None, proxy_headers=False, timeout_graceful_shutdown=3
+            self.app, http=GatewayProtocol, log_config=None, proxy_headers=False, timeout_graceful_shutdown=3
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, daemon=True)
