@@ -38,6 +38,7 @@ PROGRESS_S = 0.8
 HEARTBEAT_MS = 2_000
 IDLE_MS = 30_000
 """A slice that nobody drew on for so long goes back to its account."""
+SWEEP_MS = 1_000
 MAX_ROUNDS = 8
 MAX_PLANS = 50_000
 
@@ -64,11 +65,13 @@ class Gate:
         self._plans: dict[tuple[str, str, str | None], Plan] = {}
         self._teams_with_user_budgets: set[str] = set()
         self._known_teams: set[str] = set()
+        self._making: dict[tuple[str, str, str | None], asyncio.Task[Plan]] = {}
         self._open_holds = 0
         self._all_ended = asyncio.Event()
         self._closed = False
         self._failure: str | None = None
         self._next_heartbeat_ms = 0
+        self._next_sweep_ms = 0
         self._ticker: asyncio.Task[None] | None = None
 
     @classmethod
@@ -132,7 +135,7 @@ class Gate:
         end_user = spender.end_user if spender.team_id in self._teams_with_user_budgets else None
         plan = self._plans.get((spender.key_id, ask.model, end_user))
         if plan is None or not plan.from_ms <= ask.at_ms < plan.until_ms:
-            plan = await self._make_plan(ask)
+            plan = await self._plan(ask)
         if ask.idempotency_key is not None:
             await self._claim(ask)
         tokens = next_window(0, ask.max_output_tokens) if ask.streamed else ask.max_output_tokens
@@ -212,8 +215,7 @@ class Gate:
             short = await self._take(plan, usd_pico, cny_pico)
             if not short:
                 return
-            freed = [await self.leases.recall(slice.account_id) for slice in short]
-            if not any(freed):
+            if not any(await asyncio.gather(*(self.leases.recall(slice.account_id) for slice in short))):
                 return
 
     async def _take(self, plan: Plan, usd_pico: int, cny_pico: int) -> list[Slice]:
@@ -241,6 +243,19 @@ class Gate:
                 await self._release_claim(ask)
             raise
 
+    async def _plan(self, ask: Ask) -> Plan:
+        """Those who need the same plan at the same time share one trip to SQL."""
+        spender = ask.spender
+        key = (spender.key_id, ask.model, spender.end_user)
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.get_running_loop().create_task(self._make_plan(ask))
+            making.add_done_callback(lambda _: self._making.pop(key, None))
+        plan = await asyncio.shield(making)
+        if plan.from_ms <= ask.at_ms < plan.until_ms:
+            return plan
+        return await self._make_plan(ask)  # another's was for the other side of a month or a price change
+
     async def _make_plan(self, ask: Ask) -> Plan:
         spender = ask.spender
         try:
@@ -264,8 +279,9 @@ class Gate:
     async def _claim(self, ask: Ask) -> None:
         try:
             await claim(self.db, ask, self.leases.slot_id, self.leases.epoch, self.clock())
-        except LedgerUnavailable:
+        except LedgerUnavailable:  # it may be in SQL all the same
             self.leases.failed()
+            await self._release_claim(ask)
             raise
 
     async def _release_claim(self, ask: Ask) -> None:
@@ -336,18 +352,22 @@ class Gate:
             except TimeoutError:
                 log.warning("closing with open requests", open=self._open_holds)
         try:
-            if not self._open_holds and not self.leases.fenced:
+            if not self.leases.fenced:
                 await self.leases.close()
                 mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)
                 async with self.db.begin() as c:
                     await c.execute(update(slots).where(*mine).values(live=0, heartbeat_ms=self.clock()))
-                self.journal.append(EpochClosed(self.leases.epoch))
+                if not self._open_holds:
+                    self.journal.append(EpochClosed(self.leases.epoch))
         except LedgerUnavailable as error:
             log.warning("leases are kept until the next start", error=str(error))
         finally:
             await self.journal.close()
 
     def _forget_plans(self, team_ids: set[str | None]) -> None:
+        if not team_ids:
+            return
+        self.leases.hope_again()
         if None in team_ids:
             self._plans.clear()
             self._known_teams.clear()
@@ -357,11 +377,12 @@ class Gate:
         self._teams_with_user_budgets -= {team for team in team_ids if team is not None}
         for key in [key for key, plan in self._plans.items() if plan.team_id in team_ids]:
             del self._plans[key]
-        for slice in self.leases.slices.values():
-            slice.dry = False
 
     def _idle_slices(self) -> list[Slice]:
         now, idle = self.clock(), []
+        if now < self._next_sweep_ms:
+            return []
+        self._next_sweep_ms = now + SWEEP_MS
         for slice in self.leases.slices.values():
             if slice.dry and now >= slice.dry_until_ms:
                 slice.dry = False

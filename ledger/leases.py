@@ -29,6 +29,10 @@ HEARTBEAT_FRESH_MS = 10_000
 """A slot that has not been heard of for so long is not waited for. Its leases stay its own all the same."""
 RECALL_PATIENCE_S = 1.5
 RECALL_POLL_S = 0.03
+EMPTY_FOR_MS = 50
+"""After an account had nothing more and nobody returned anything, it is not asked again for so long."""
+DRY_FOR_MS = 5_000
+"""For so long a funding account that had nothing more is passed over for the next one."""
 RETRY_AFTER_MS = 1_000
 DOWN_FOR_MS = 500
 """After SQL failed, do not knock again for so long: who needs it is told at once."""
@@ -47,6 +51,7 @@ class Slice:
         "currency",
         "dry",
         "dry_until_ms",
+        "empty_until_ms",
         "free",
         "idle_since_ms",
         "kind",
@@ -73,13 +78,14 @@ class Slice:
         self.returned = 0
         self.revision = 0
         self.on_its_way = 0
-        self.synced = False
+        self.synced = True  # a new epoch has leased nothing yet
         self.low_water = 0
         self.wanted = 0
         self.refill: asyncio.Task[int] | None = None
         self.lock = asyncio.Lock()
         self.dry = False
         self.dry_until_ms = 0
+        self.empty_until_ms = 0
         self.seen_free = 0
         self.idle_since_ms = now_ms
 
@@ -102,6 +108,7 @@ class Leases:
         self.down_since_ms: int | None = None
         self._last_failure_ms = -DOWN_FOR_MS
         self._recalls: dict[str, asyncio.Task[bool]] = {}
+        self._recalled_in_vain_until_ms: dict[str, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clock = clock
 
@@ -117,6 +124,8 @@ class Leases:
 
         Those who ask at the same time share one trip. Raises LedgerUnavailable (Fenced when the slot was taken over).
         """
+        if self._clock() < slice.empty_until_ms:
+            return 0
         slice.wanted += needed_pico
         try:
             if slice.refill is None:
@@ -139,6 +148,8 @@ class Leases:
     async def recall(self, account_id: str) -> bool:
         """Ask the other slots for what lies idle there, and wait a bounded moment. True: something is free in SQL
         now."""
+        if self._clock() < self._recalled_in_vain_until_ms.get(account_id, 0):
+            return False
         running = self._recalls.get(account_id)
         if running is None:
             running = self._recalls[account_id] = self._spawn(self._recall(account_id))
@@ -179,6 +190,13 @@ class Leases:
             if slice.free > 0 or not slice.synced:
                 await self._give_back(slice, None)
         return sum(slice.held() for slice in self.slices.values())
+
+    def hope_again(self) -> None:
+        """Something changed: accounts that had nothing more may have."""
+        self._recalled_in_vain_until_ms.clear()
+        for slice in self.slices.values():
+            slice.dry = False
+            slice.empty_until_ms = 0
 
     def failed(self) -> None:
         """SQL did not answer."""
@@ -231,7 +249,8 @@ class Leases:
         async with self.db.begin() as c:
             await self._require_epoch(c)
             free = await self._free(c, slice.account_id, lock=True)
-            amount = slice_size(max(0, slice.wanted - max(0, slice.free)), free, self.live_slots)
+            wanted = max(0, slice.wanted - slice.free)
+            amount = slice_size(wanted, free, self.live_slots)
             if amount:
                 await self._lease(c, slice, amount)
         if amount:
@@ -239,6 +258,10 @@ class Leases:
             slice.revision += 1
             slice.free += amount
         slice.low_water = amount // 4 if amount < free else 0
+        if amount >= free:
+            now = self._clock()
+            slice.dry, slice.dry_until_ms = True, now + DRY_FOR_MS
+            slice.empty_until_ms = now + EMPTY_FOR_MS if amount < wanted else 0
         return amount
 
     async def _lease(self, c: AsyncConnection, slice: Slice, amount: int) -> None:
@@ -311,11 +334,20 @@ class Leases:
                         pending = (await c.execute(waiting)).scalar_one()
                     free = await self._free(c, account_id)
                 if free > 0 or not pending or asyncio.get_running_loop().time() > deadline:
-                    return free > 0
+                    return self._after_recall(account_id, free > 0)
                 await asyncio.sleep(RECALL_POLL_S)
         except LedgerUnavailable:
             self.failed()
             raise
+
+    def _after_recall(self, account_id: str, freed: bool) -> bool:
+        if freed:
+            self._recalled_in_vain_until_ms.pop(account_id, None)
+            if account_id in self.slices:
+                self.slices[account_id].empty_until_ms = 0
+        else:
+            self._recalled_in_vain_until_ms[account_id] = self._clock() + EMPTY_FOR_MS
+        return freed
 
     async def _free(self, c: AsyncConnection, account_id: str, *, lock: bool = False) -> int:
         a = accounts.c

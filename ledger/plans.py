@@ -131,7 +131,7 @@ class Plan:
 
     def needing_more(self) -> list[Slice]:
         """Slices that are running low, to be refilled before anybody has to wait for it."""
-        low = [slice for slice in self.funding[:1] if slice.free < slice.low_water]
+        low = [slice for slice in self.funding if slice.free < slice.low_water]
         low += [slice for slice, _ in self.budgets if slice.free < slice.low_water]
         return low
 

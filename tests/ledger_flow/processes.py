@@ -32,8 +32,8 @@ def spender(house: House, slot: int, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*map(str, command), str(log), *options], cwd=ROOT)
 
 
-def lines(folder: Path) -> Iterator[Line]:
-    for path in sorted(folder.glob("spender-*.log")):
+def lines(folder: Path, slot: int | None = None) -> Iterator[Line]:
+    for path in sorted(folder.glob(f"spender-{'*' if slot is None else slot}.log")):
         for line in path.read_text().splitlines():
             kind, request_id, first, second = line.split()
             yield Line(kind, request_id, int(first), int(second))

@@ -14,7 +14,7 @@ from tests.ledger_flow.material import USD, House
 from tests.ledger_flow.processes import lines, spender
 from tests.ledger_flow.test_holds import proven
 
-SECONDS = float(os.environ.get("SECONDS", "12"))
+SECONDS = float(os.environ.get("SECONDS", "6"))
 SLOTS = 2
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text, update
@@ -13,11 +16,14 @@ from ledger.database import CommitUnknown, Database
 from ledger.errors import InsufficientQuota, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.leases import Fenced
+from ledger.migrations import migrate
 from ledger.quotas import Scope
 from ledger.schema import slots
+from tests.ledger_flow.conftest import furnished
 from tests.ledger_flow.material import USD, House, now_ms, price, run, used
 from tests.ledger_flow.processes import lines, spender
 from tests.ledger_flow.test_holds import proven
+from tests.services import Postgres
 
 PRICE = price(100, 200)
 
@@ -206,3 +212,57 @@ async def test_several_processes_spend_one_budget_to_the_last_pico_and_not_one_m
     assert sum(line.first for line in receipts) == sum(row.billed_tokens for row in await either.rows())
     assert not any(row.loss_pico for row in await either.rows())
     await proven(either)
+
+
+async def test_workers_and_poster_live_through_the_death_of_postgresql(
+    postgres_server: Callable[..., Postgres], tmp_path: Path
+) -> None:
+    server = postgres_server(fsync=True)
+    url = server.url(server.create_database())
+    await migrate(url)
+    async with furnished(url, tmp_path / "journal") as house:
+        await house.budget(Scope.of_key(house.key_id), 2_000 * PRICE)
+        stop = asyncio.Event()
+        posting = asyncio.create_task(house.poster().run(stop))
+        running = [spender(house, slot) for slot in range(2)]
+        async with asyncio.timeout(60):
+            while min(len(list(lines(tmp_path, slot))) for slot in range(2)) < 30:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.to_thread(server.kill)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(server.start)
+        async with asyncio.timeout(120):
+            await asyncio.to_thread(lambda: [process.wait() for process in running])
+        stop.set()
+        await posting
+        assert [process.returncode for process in running] == [0, 0]
+        receipts = [line for line in lines(tmp_path) if line.kind == "D"]
+        await house.post()
+        budget = await house.account("budget")
+        assert sum(line.second for line in receipts) == budget.debits_pico <= budget.credits_pico
+        assert budget.credits_pico - budget.debits_pico < price(100, 1)
+        await proven(house)
+
+
+async def test_a_frozen_worker_keeps_its_slot_and_goes_on_when_it_thaws(house: House) -> None:
+    await house.budget(Scope.of_key(house.key_id), 5 * USD)
+    process = spender(house, 0, "--until-killed")
+    folder = house.journal_dir.parent
+    async with asyncio.timeout(60):
+        while sum(line.kind == "D" for line in lines(folder)) < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(LedgerUnavailable):
+        await house.gate(0)
+    await house.post()
+    before = len(list(lines(folder)))
+    process.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while len(list(lines(folder))) < before + 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    process.kill()
+    process.wait()
+    await house.gate(0)
+    await proven(house)
+    seen = {line.request_id: line.first for line in lines(folder) if line.kind == "D"}
+    assert {row.request_id: row.billed_tokens for row in await house.rows()}.items() >= seen.items()

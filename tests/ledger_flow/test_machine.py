@@ -315,7 +315,7 @@ def test_whatever_happens_the_books_say_what_the_receipts_said(new_url: Callable
     run_state_machine_as_test(
         type("Machine", (Flow,), {"new_url": staticmethod(new_url)}),
         settings=settings(
-            max_examples=int(os.environ.get("EXAMPLES", "3")),
+            max_examples=int(os.environ.get("EXAMPLES", "2")),
             stateful_step_count=int(os.environ.get("STEPS", "40")),
             deadline=None,
             suppress_health_check=list(HealthCheck),
