@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,13 +141,17 @@ class Supervisor:
         for child in self.children:
             child.kill()
 
-    async def start(self, progress: Say) -> bool:
+    async def start(self, prepare: Callable[[], Awaitable[None]], progress: Say) -> bool:
         """Start all and wait until the first request can be answered. False when a stop was requested meanwhile.
 
-        Raises StartRefused when a child ends instead; nothing is left running then.
+        The backend, which takes longest, loads while `prepare` readies the ledger; the others start after that. Raises
+        what `prepare` raises, and StartRefused when a child ends; nothing is left running then.
         """
         try:
-            for child in self.children:
+            if self._backend is not None:
+                self._backend.start()
+            await prepare()
+            for child in (self._poster, *self._gateways):
                 child.start()
             ready = asyncio.ensure_future(self._ready(progress))
             stopped = asyncio.ensure_future(self.stop_requested.wait())

@@ -49,28 +49,38 @@ async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
         with listener:
             backend = settings.backend
             port = preflight.backend_port(backend) if backend is not None and backend.url is None else None
-            from proxy.seeding import prepare
             from proxy.supervisor import Plan
 
-            first_run = await prepare(settings)
-            try:
-                return await _supervise(Plan(settings, arguments, listener, port), first_run, began)
-            except preflight.StartRefused:
-                if first_run.admin_token is not None:
-                    say(f"the admin token, shown this once: {first_run.admin_token}")
-                raise
+            return await _supervise(Plan(settings, arguments, listener, port), began)
 
 
-async def _supervise(plan: Plan, first_run: FirstRun, began: float) -> int:
-    from proxy.start_screen import start_screen
+async def _supervise(plan: Plan, began: float) -> int:
     from proxy.supervisor import Supervisor
 
     supervisor = Supervisor(plan, say)
     supervisor.listen_for_signals()
-    with _Progress() as progress:
-        if not await supervisor.start(progress):
-            return 0
+    first_run: FirstRun | None = None
+
+    async def prepare() -> None:
+        from proxy import seeding  # imports SQLAlchemy: while the backend is on its way already
+
+        nonlocal first_run
+        first_run = await seeding.prepare(plan.settings)
+
+    ready = False
+    try:
+        with _Progress() as progress:
+            ready = await supervisor.start(prepare, progress)
+    finally:
+        if first_run is not None and not ready:
+            _show_token(first_run)
+    if not ready:
+        await supervisor.stop()
+        return 0
     supervisor.watch()
+    from proxy.start_screen import start_screen
+
+    assert first_run is not None
     sys.stdout.write(await start_screen(plan, first_run, time.monotonic() - began))
     sys.stdout.flush()
     await supervisor.stop_requested.wait()
@@ -78,6 +88,12 @@ async def _supervise(plan: Plan, first_run: FirstRun, began: float) -> int:
     await supervisor.stop()
     say("stopped")
     return 0
+
+
+def _show_token(first_run: FirstRun) -> None:
+    """A start that made the admin token and then failed has still made it."""
+    if first_run.admin_token is not None:
+        say(f"the admin token, shown this once: {first_run.admin_token}")
 
 
 class _Progress:
