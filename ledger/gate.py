@@ -20,7 +20,7 @@ from ledger.claims import claim
 from ledger.database import Database
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
 from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
-from ledger.journal import JournalWriter, SlotLock, host_id
+from ledger.journal import Files, JournalWriter, SlotLock, host_id
 from ledger.journal.segments import SEGMENT_BYTES
 from ledger.leases import RETRY_AFTER_MS, Fenced, Leases, Slice
 from ledger.plans import Part, Plan, Spender, has_end_user_budgets, make_plan
@@ -84,6 +84,7 @@ class Gate:
         clock: Callable[[], int] = now_ms,
         segment_bytes: int = SEGMENT_BYTES,
         accept_damage: str | None = None,
+        files: Files | None = None,
     ) -> Gate:
         """Takes the slot, begins a new epoch and recovers what older ones left behind.
 
@@ -105,6 +106,7 @@ class Gate:
             lock=lock,
             segment_bytes=segment_bytes,
             accept_damage=accept_damage,
+            files=files,
             clock=clock,
         )
         try:
