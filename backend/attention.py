@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,17 @@ class _Group:
     mask: Tensor
     gather: Tensor | None
     scatter: tuple[Tensor, Tensor] | None
+
+
+class Layout(Protocol):
+    """What a forward pass needs to know of its tokens: where they lie (int64 [T]), and what they may look at."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [heads, T, dim], key and value [kv_heads, T, dim] → [T, heads, dim]."""
+        ...
 
 
 class PackedBatch:

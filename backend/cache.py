@@ -30,7 +30,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (slots, kv_heads, capacity, head_dim)
+        shape = (slots, kv_heads, capacity + 1, head_dim)  # the last place is scratch: written to, never read
         self.keys: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.values: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.slots = slots

@@ -119,8 +119,8 @@ class ModelDraft:
     ) -> None:
         self.weights = weights
         self.model = model
-        self._columns = width if hot_tokens is None else int(hot_tokens.shape[0])
-        self._noise = Noise(width, model.device, hot_tokens)
+        self.columns = width if hot_tokens is None else int(hot_tokens.shape[0])
+        self.noise = Noise(width, model.device, hot_tokens)
         self._owners: list[Running | None] = [None] * model.cache.slots
         self._checked = [0] * model.cache.slots
         self._step_seconds = step_seconds or (lambda rows: 0.0)
@@ -153,19 +153,37 @@ class ModelDraft:
             active = still
         return proposals
 
+    def ready(self, sequence: Running) -> bool:
+        """Whether this model has read all but the last two tokens, or less is missing."""
+        return self._known(sequence) >= len(sequence.tokens) - 2
+
+    def remember(self, sequence: Running, drafted: Sequence[int]) -> None:
+        """Say that the sequence's tokens and all drafted ones but the last are read now."""
+        assert sequence.slot is not None
+        known = self.model.cache.length(sequence.slot)
+        self.model.cache.extend(sequence.slot, [*sequence.tokens[known:], *drafted[:-1]])
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """Token ids with those beyond this model's vocabulary (a padded target's) replaced."""
+        return torch.where(ids < self.model.vocabulary, ids, 0)
+
     def _catch_up(self, job: DraftJob) -> list[int]:
         """The tokens this model has to read first. After full acceptance these are two, otherwise one or many."""
-        sequence, cache = job.sequence, self.model.cache
-        slot = sequence.slot
+        known = self._known(job.sequence)
+        return job.sequence.tokens[known : known + _CATCH_UP]
+
+    def _known(self, sequence: Running) -> int:
+        """How many of the sequence's tokens are read; what was read beyond, or for another request, is forgotten."""
+        slot, cache, end = sequence.slot, self.model.cache, len(sequence.tokens) - 1
         assert slot is not None
         if self._owners[slot] is not sequence:
             self._owners[slot] = sequence
             self._checked[slot] = cache.claim(slot, sequence.tokens)
         start = self._checked[slot]
-        same = common_prefix(cache.tokens[slot][start:], sequence.tokens[start : len(sequence.tokens) - 1])
-        cache.truncate(slot, start + same)
-        self._checked[slot] = start + same
-        return sequence.tokens[start + same : start + same + _CATCH_UP]
+        known = start + common_prefix(cache.tokens[slot][start:], sequence.tokens[start:end])
+        cache.truncate(slot, known)
+        self._checked[slot] = known
+        return known
 
     def _step(self, rows: Sequence[tuple[Running, list[int], list[int]]]) -> list[int | None]:
         """Feed each row its tokens and draw the next one; None for a row that is still behind its sequence."""
@@ -187,8 +205,8 @@ class ModelDraft:
                 ready.append(i)
         drawn: list[int | None] = [None] * len(rows)
         if ready:
-            logits = self.model.logits(hidden[[last[i] for i in ready]])[:, : self._columns]
-            choices = draw(logits, [rows[i][0].row(rows[i][2]) for i in ready], self._noise).tolist()
+            logits = self.model.logits(hidden[[last[i] for i in ready]])[:, : self.columns]
+            choices = draw(logits, [rows[i][0].row(rows[i][2]) for i in ready], self.noise).tolist()
             for i, token in zip(ready, choices, strict=True):
                 drawn[i] = token
         return drawn

@@ -17,6 +17,7 @@ from backend.adaptive import LengthPolicy, StepCosts
 from backend.attention import Segment
 from backend.drafts import Draft, DraftJob
 from backend.errors import BadRequest
+from backend.graphs import FixedRounds
 from backend.model import PackedModel
 from backend.sampling import Noise, Row, TokenLogprobs, draw, logprobs_of
 from backend.scheduler import Chunk, Round, Scheduler
@@ -52,13 +53,14 @@ class _Verified:
     drafted: list[int]
     drawn: list[int]
     logprobs: list[TokenLogprobs | None]
-    hidden: Tensor  # [len(drawn), width]: what each token was drawn from
+    hidden: Tensor | None  # [len(drawn), width]: what each token was drawn from; None where the sequence has it
 
 
 class Engine:
     """Generates for many requests at once. Not thread-safe: one thread adds, steps and cancels.
 
-    decode: token ids → text. drafts: what a request may name in `draft`.
+    decode: token ids → text. drafts: what a request may name in `draft`. fixed_rounds: decode by captured graphs
+    (see graphs.py); None means on CUDA only.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Engine:
         policy: LengthPolicy | None = None,
         queue_limit: int = 256,
         chunk_tokens: int = 256,
+        fixed_rounds: bool | None = None,
     ) -> None:
         self.target = target
         self.drafts = dict(drafts or {})
@@ -78,6 +81,9 @@ class Engine:
         self.totals = Totals()
         self._decode = decode
         self._noise = Noise(target.vocabulary, target.device)
+        if fixed_rounds is None:
+            fixed_rounds = target.device.type == "cuda"
+        self.fixed = FixedRounds(target) if fixed_rounds and target.lean is not None else None
 
     @property
     def idle(self) -> bool:
@@ -127,16 +133,32 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan:
             return []
-        proposals = self._draft(plan.decoding)
-        drafted = time.perf_counter()
-        verified = self._verify(plan, proposals)
+        lengths = self.policy.lengths(plan.decoding, self.drafts, self.target.cache.capacity)
+        verified, drafted = self.fixed_round(plan, lengths), started
+        if verified is None:
+            proposals = self._draft(plan.decoding, lengths)
+            drafted = time.perf_counter()
+            verified = self._verify(plan, proposals)
         updates = self._emit(plan, verified)
         self._count(started, drafted, time.perf_counter())
         return updates
 
-    def _draft(self, decoding: Sequence[Running]) -> list[list[int]]:
+    def _fixed_round(self, plan: Round, lengths: Sequence[int]) -> list[_Verified] | None:
+        """Draft and verify in captured graphs; None where this round is not of a kind that they can run."""
+        if self.fixed is None or plan.chunks:
+            return None
+        names = {row.request.draft for row, length in zip(plan.decoding, lengths, strict=True) if length > 0}
+        drafts = [self.drafts[name] for name in names if name is not None]
+        if not self.fixed.fits(plan.decoding, lengths, drafts):
+            return None
+        found = self.fixed.run(plan.decoding, lengths, drafts[0] if drafts else None)
+        return [
+            self._verified(row, drafted, drawn, logits, None)
+            for row, (drafted, drawn, logits) in zip(plan.decoding, found, strict=True)
+        ]
+
+    def _draft(self, decoding: Sequence[Running], lengths: Sequence[int]) -> list[list[int]]:
         """Drafted tokens for each decoding row; rows with the same draft are drafted together."""
-        lengths = self.policy.lengths(decoding, self.drafts, self.target.cache.capacity)
         proposals: list[list[int]] = [[] for _ in decoding]
         for name, draft in self.drafts.items():
             rows = [i for i, row in enumerate(decoding) if lengths[i] > 0 and row.request.draft == name]
@@ -177,18 +199,23 @@ class Engine:
     def _collect(
         self, plan: Round, proposals: list[list[int]], hidden: Tensor, logits: Tensor, drawn: list[int]
     ) -> list[_Verified]:
+        """Sort the draws of a packed pass by request."""
         members = [*zip(plan.decoding, proposals, strict=True), *((c.sequence, []) for c in plan.chunks if c.last)]
         verified, at = [], 0
         for sequence, drafted in members:
-            count = len(drafted) + 1
-            logprobs: list[TokenLogprobs | None] = [None] * count
-            if sequence.request.logprobs is not None:
-                kept = len(accept(drafted, drawn[at : at + count]))
-                top = [sequence.request.logprobs] * kept
-                logprobs[:kept] = logprobs_of(logits[at : at + kept], drawn[at : at + kept], top)
-            verified.append(_Verified(sequence, drafted, drawn[at : at + count], logprobs, hidden[at : at + count]))
-            at += count
+            part = slice(at, at + len(drafted) + 1)
+            verified.append(self._verified(sequence, drafted, drawn[part], logits[part], hidden[part]))
+            at = part.stop
         return verified
+
+    def _verified(
+        self, sequence: Running, drafted: list[int], drawn: list[int], logits: Tensor, hidden: Tensor | None
+    ) -> _Verified:
+        logprobs: list[TokenLogprobs | None] = [None] * len(drawn)
+        if sequence.request.logprobs is not None:
+            kept = len(accept(drafted, drawn))
+            logprobs[:kept] = logprobs_of(logits[:kept], drawn[:kept], [sequence.request.logprobs] * kept)
+        return _Verified(sequence, drafted, drawn, logprobs, hidden)
 
     def _emit(self, plan: Round, verified: list[_Verified]) -> list[Update]:
         """Keep what the target agreed to, token by token; roll the rest back; free the slots of who is done."""
@@ -218,7 +245,8 @@ class Engine:
         # the last token is not computed yet; everything before it is, and nothing after it counts
         self.target.cache.extend(sequence.slot, sequence.tokens[sequence.computed : len(sequence.tokens) - 1])
         sequence.computed = len(sequence.tokens) - 1
-        sequence.hidden = row.hidden[len(tokens) - 1]
+        if row.hidden is not None:
+            sequence.hidden = row.hidden[len(tokens) - 1]
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
         return sequence.take_update()

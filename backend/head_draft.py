@@ -23,8 +23,8 @@ class HeadDraft:
 
     def __init__(self, head: RecurrentDraft, weights: str, step_seconds: Callable[[int], float] | None = None) -> None:
         self.weights = weights
-        self._head = _PackedHead(head)
-        self._noise = Noise(len(head.hot_tokens), head.embedding.device, head.hot_tokens)
+        self.head = _PackedHead(head)
+        self.noise = Noise(len(head.hot_tokens), head.embedding.device, head.hot_tokens)
         self._step_seconds = step_seconds or (lambda rows: 0.0)
 
     def can_draft(self, sequence: Running) -> bool:
@@ -47,9 +47,9 @@ class HeadDraft:
         last = [jobs[i].sequence.tokens[-1] for i in order]
         for step in range(jobs[order[0]].length):
             order = [i for i in order if jobs[i].length > step]  # rows that want fewer tokens lie at the end
-            state = self._head.step(state[: len(order)], last[: len(order)], from_target=step == 0)
+            state = self.head.step(state[: len(order)], last[: len(order)], from_target=step == 0)
             rows = [jobs[i].sequence.row(proposals[i]) for i in order]
-            last = draw(self._head.logits(state), rows, self._noise).tolist()
+            last = draw(self.head.logits(state), rows, self.noise).tolist()
             for i, token in zip(order, last, strict=True):
                 proposals[i].append(token)
         return proposals
@@ -57,14 +57,14 @@ class HeadDraft:
     @torch.inference_mode()
     def measure(self, rows: int) -> float:
         """Seconds of one greedy draft step for so many rows; the best of a few."""
-        width = self._head.width
-        state = torch.zeros(rows, width, dtype=self._head.dtype, device=self._head.device)
+        width = self.head.width
+        state = torch.zeros(rows, width, dtype=self.head.dtype, device=self.head.device)
         tokens = list(range(1, rows + 1))
         best = float("inf")
         for _ in range(_REPEATS):
             started = time.perf_counter()
-            state = self._head.step(state, tokens, from_target=False)
-            tokens = self._head.logits(state).argmax(-1).tolist()
+            state = self.head.step(state, tokens, from_target=False)
+            tokens = self.head.logits(state).argmax(-1).tolist()
             best = min(best, time.perf_counter() - started)
         return best
 
@@ -81,10 +81,11 @@ class _PackedHead:
         self._linears = {name: Linear(head.get_parameter(name).detach().to(self.dtype), None) for name in names}
         self._hot_head = Linear(head.hot_head, None)
 
-    def step(self, state: Tensor, tokens: Sequence[int], *, from_target: bool) -> Tensor:
+    def step(self, state: Tensor, tokens: Tensor | Sequence[int], *, from_target: bool) -> Tensor:
         """Next states [rows, width] after one token per row."""
         kind = "target" if from_target else "state"
-        token = functional.embedding(torch.tensor(tokens, dtype=torch.int64, device=self.device), self._embedding)
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        token = functional.embedding(ids, self._embedding)
         both = torch.cat([self._norm(state, f"norm_{kind}"), self._norm(token, "norm_token")], -1)
         x = self._linears[f"fuse_{kind}"](both)
         wide = self._linears["gate_up"](self._norm(x, "norm_inner"))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.attention import PackedBatch
+from backend.attention import Layout
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})  # others change with the length of the text
@@ -59,7 +59,7 @@ class LeanBody:
         head = model.get_output_embeddings()
         self.head = Linear(head.weight.detach(), None if head.bias is None else head.bias.detach())
 
-    def forward(self, ids: Tensor, batch: PackedBatch) -> Tensor:
+    def forward(self, ids: Tensor, batch: Layout) -> Tensor:
         """ids int64 [T] → hidden states [T, width]."""
         hidden = F.embedding(ids, self._embedding)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
@@ -92,7 +92,7 @@ class _Layer:
             self._query_norm = attention.q_norm.weight.detach()
             self._key_norm = attention.k_norm.weight.detach()
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, index: int) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Layout, index: int) -> Tensor:
         tokens, width = hidden.shape
         normed = F.rms_norm(hidden, (width,), self._before_attention, self._eps)
         heads = self._qkv(normed).view(tokens, -1, self._head_dim)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend import attention, lean
+from backend import attention
 from backend.attention import PackedBatch, Segment
 from backend.cache import KVCache
 from backend.errors import ModelNotSupported
-from backend.lean import LeanBody
+from backend.lean import LeanBody, Linear, supports
 
 _TOLERANCE = 0.02  # relative to the largest logit; bfloat16 gets five times as much, a wrong mask is far above both
 
@@ -42,12 +42,12 @@ class PackedModel:
         )
         self._body: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
-        self._lean: LeanBody | None = None
+        self.lean: LeanBody | None = None
         self.width = int(config.hidden_size)
         probe = _Probe(self, model)
         probe.check(self)
-        if lean.supports(model):
-            self._lean = LeanBody(model, capacity)
+        if supports(model):
+            self.lean = LeanBody(model, capacity + 1)
             self._body = self._head = None  # not needed any more, and large
             probe.check(self)
         if head_rows is not None:
@@ -58,8 +58,8 @@ class PackedModel:
         """Hidden states [T, width] of the packed tokens; their keys and values are stored, but not yet known."""
         batch = PackedBatch(self.cache, segments, self.query_groups)
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
-        if self._lean is not None:
-            return self._lean.forward(ids[0], batch)
+        if self.lean is not None:
+            return self.lean.forward(ids[0], batch)
         output = self._body(input_ids=ids, position_ids=batch.positions[None], use_cache=False, packed=batch)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -67,16 +67,16 @@ class PackedModel:
     def _cut_head(self, model: Any, rows: Tensor) -> None:
         head = model.get_output_embeddings()
         bias = None if head.bias is None else head.bias.detach()[rows]
-        cut = lean.Linear(head.weight.detach()[rows].contiguous(), bias)
-        if self._lean is not None:
-            self._lean.head = cut
+        cut = Linear(head.weight.detach()[rows].contiguous(), bias)
+        if self.lean is not None:
+            self.lean.head = cut
         self._head = cut
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, width] → [rows, vocabulary]."""
-        if self._lean is not None:
-            return self._lean.logits(hidden)
+        if self.lean is not None:
+            return self.lean.logits(hidden)
         result: Tensor = self._head(hidden)
         return result
 

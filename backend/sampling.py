@@ -45,6 +45,11 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
+    def plain(self) -> bool:
+        """Nothing but temperature comes between the logits and the draw."""
+        return not (self.truncates or self.penalizes or self.logit_bias)
+
+    @property
     def penalizes(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
@@ -127,6 +132,18 @@ def draw(logits: Tensor, rows: Sequence[Row], noise: Noise) -> Tensor:
             else:
                 scores[hot] += gumbel
         columns = scores.argmax(-1)
+    return columns if noise.token_ids is None else noise.token_ids[columns]
+
+
+def draw_in_place(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, noise: Noise) -> Tensor:
+    """`draw` for rows without processors, in tensors alone, so that a CUDA graph can hold it; overwrites `scores`.
+
+    scores float32 [rows, columns]; seeds, positions int64 [rows]; temperatures float32 [rows].
+    """
+    cold = (temperatures == 0)[:, None]
+    scores /= torch.where(cold, 1.0, temperatures[:, None])
+    scores += torch.where(cold, 0.0, noise.gumbel(seeds, positions))
+    columns = scores.argmax(-1)
     return columns if noise.token_ids is None else noise.token_ids[columns]
 
 

@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from backend.adaptive import LengthPolicy, StepCosts
+from backend.demo.draft import RecurrentDraft
 from backend.drafts import Draft, DraftJob, ModelDraft
 from backend.engine import Engine
+from backend.head_draft import HeadDraft
 from backend.model import PackedModel
 from backend.sequence import Request
 from backend.sequence import Sequence as Running
@@ -84,6 +86,14 @@ def model_draft(model: Any, slots: int = 8, width: int = VOCABULARY) -> ModelDra
     return ModelDraft(PackedModel(model, slots=slots, capacity=CAPACITY), "test", width)
 
 
+def head_draft(model: Any) -> HeadDraft:
+    """An untrained recurrent head over half of the vocabulary."""
+    torch.manual_seed(6)
+    head = RecurrentDraft(48, 32, torch.arange(0, VOCABULARY, 2))
+    head.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    return HeadDraft(head.eval().requires_grad_(False), "untrained head")
+
+
 class RandomDraft:
     """Proposes anything, sometimes nothing."""
 
@@ -138,11 +148,17 @@ def digits(tokens: list[int]) -> str:
 
 
 def build_engine(
-    model: Any, drafts: dict[str, Draft] | None = None, *, slots: int = 8, fixed: int | None = 4, chunk: int = 256
+    model: Any,
+    drafts: dict[str, Draft] | None = None,
+    *,
+    slots: int = 8,
+    fixed: int | None = 4,
+    chunk: int = 256,
+    fixed_rounds: bool = False,
 ) -> Engine:
     target = PackedModel(model, slots=slots, capacity=CAPACITY)
     policy = LengthPolicy(StepCosts(), fixed=fixed)
-    return Engine(target, digits, drafts, policy=policy, chunk_tokens=chunk)
+    return Engine(target, digits, drafts, policy=policy, chunk_tokens=chunk, fixed_rounds=fixed_rounds)
 
 
 def run(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] | None = None) -> dict[str, Running]:
