@@ -134,7 +134,7 @@ class Engine:
         if not plan:
             return []
         lengths = self.policy.lengths(plan.decoding, self.drafts, self.target.cache.capacity)
-        verified, drafted = self.fixed_round(plan, lengths), started
+        verified, drafted = self._fixed_round(plan, lengths), started
         if verified is None:
             proposals = self._draft(plan.decoding, lengths)
             drafted = time.perf_counter()
