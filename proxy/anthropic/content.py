@@ -16,8 +16,6 @@ from proxy.openai.translation import (
     unsupported,
 )
 
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-
 
 def messages_of(system: str | list[Any] | None, given: list[Any]) -> list[Object]:
     """Raises ApiError 400 that names the block. `system` comes first, as a system message."""
@@ -72,7 +70,7 @@ def _add_assistant(messages: list[Object], content: str | list[Any], path: str) 
                 name = required(block, "name", str, f"{at}.")
                 call_id = required(block, "id", str, f"{at}.")
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-            case kind if kind in _THOUGHTS:
+            case "thinking" | "redacted_thinking":
                 pass  # chat completions have no place for what a model thought before
             case other:
                 raise unsupported(f"{at}.type", f"{other!r} blocks need tools that Anthropic hosts")
