@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 from sqlalchemy import select, update
+from sqlalchemy.exc import DBAPIError
 
 from ledger.audit import changes_since, latest_seq
 from ledger.billing import affordable_output, next_window
@@ -329,6 +330,9 @@ class Gate:
         except Fenced as error:
             self._failure = str(error)
         except LedgerUnavailable:
+            leases.failed()
+        except DBAPIError as error:
+            log.error("refresh refused", error=str(error.orig))
             leases.failed()
 
     def degraded(self) -> list[str]:

@@ -15,6 +15,7 @@ import structlog
 from sqlalchemy import and_, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.billing import slice_size
@@ -235,6 +236,12 @@ class Leases:
             slice.free += slice.on_its_way
             slice.on_its_way = 0
             self.failed()
+            raise
+        except BaseException as error:  # SQL refused what it never should: read what it says before going on
+            slice.synced = False
+            if isinstance(error, DBAPIError):
+                log.error("lease refused", account=slice.account_id, error=str(error.orig))
+                raise LedgerUnavailable(f"a lease on {slice.account_id} was refused", RETRY_AFTER_MS) from error
             raise
         return done
 

@@ -16,6 +16,7 @@ from ledger.errors import JournalDamaged
 from ledger.journal import SETTLE, EpochInfo, Frame, JournalReader, host_id, list_epochs, list_slots
 from ledger.records import Settle
 from ledger.schema import batches, epochs, suspense, usage
+from ledger.suspense import RETRIED
 
 PAGE = 1_000
 
@@ -23,6 +24,7 @@ PAGE = 1_000
 async def check_batches(c: AsyncConnection) -> tuple[int, str | None]:
     """Of each epoch, batches follow each other without gap or overlap up to the cursor, and hold the rows they say."""
     rows = select(usage.c.slot_id, usage.c.epoch, func.count().label("rows")).group_by(usage.c.slot_id, usage.c.epoch)
+    rows = rows.where(usage.c.batch_id.not_like(f"{RETRIED}%"))
     posted = {(row.slot_id, row.epoch): row.rows for row in await c.execute(rows)}
     counted = 0
     for epoch in (await c.execute(select(epochs).order_by(epochs.c.slot_id, epochs.c.epoch))).all():

@@ -6,12 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import insert, select, text
 
+from ledger.audit import By
 from ledger.database import Database
+from ledger.errors import Conflict
 from ledger.journal import JournalReader, list_epochs
 from ledger.records import Charge, Settle, Usage
 from ledger.schema import accounts, batches, leases, rollups, suspense, transfers, usage
+from ledger.suspense import list_suspended, retry, write_off
 from ledger.verify import verify
 from tests.ledger_flow.material import MODEL, House, now_ms, price, request_id, run, used
 from tests.ledger_flow.test_holds import proven
@@ -177,6 +180,46 @@ async def test_the_amount_of_a_suspended_record_stays_locked_when_its_epoch_clos
     await gate.close()
     await either.post()
     assert await either.leased() == amount
+
+
+async def test_a_suspended_record_is_tried_again_or_written_off(either: House) -> None:
+    gate = await either.gate()
+    held = await gate.hold(either.ask())
+    version, period = held.price.version_id, held._plan.period
+    slice, amount = held._plan.funding[0], price(1, 1)
+    cny = amount * 73 // 10
+    for account_id in ("later", "never"):
+        charges = [Charge(slice.account_id, amount - 1), Charge(account_id, 1)]
+        costs = {"cost_usd_pico": amount, "cost_cny_pico": cny}
+        record = settle(either, charges=charges, price_version=version, period=period, **costs)
+        await gate.journal.append_durable(record)
+        slice.spent += amount - 1  # what the gate would have booked
+        slice.free -= amount - 1
+    await held.void("test")
+    await gate.close()
+    await either.post()
+    assert await either.leased() == 2 * (amount - 1)
+    by = By("ops", now_ms(), "the account was missing")
+    async with either.db.read() as c:
+        later, never = await list_suspended(c)
+    with pytest.raises(Conflict):
+        async with either.db.begin() as c:
+            await retry(c, by, later.slot_id, later.epoch, later.seq)
+    async with either.db.begin() as c:
+        await c.execute(text("UPDATE accounts SET id = 'later' WHERE kind = 'credit_line'"))
+        one = "target_pico = 1, credits_pico = 1, leased_pico = 1"
+        await c.execute(text(f"UPDATE accounts SET {one} WHERE id = 'later'"))
+        lease = {"slot_id": later.slot_id, "epoch": later.epoch, "account_id": "later", "taken_pico": 1}
+        await c.execute(insert(leases).values(lease))
+    async with either.db.begin() as c:
+        await retry(c, by, later.slot_id, later.epoch, later.seq)
+    async with either.db.begin() as c:
+        await write_off(c, by, never.slot_id, never.epoch, never.seq)
+    with pytest.raises(Conflict):
+        async with either.db.begin() as c:
+            await write_off(c, by, never.slot_id, never.epoch, never.seq)
+    assert len(await either.rows()) == 1
+    await proven(either)
 
 
 async def test_a_request_id_used_twice_with_other_bytes_is_set_aside(either: House) -> None:
