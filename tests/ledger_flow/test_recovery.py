@@ -20,6 +20,7 @@ from ledger.journal import list_epochs
 from ledger.leases import Fenced
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
+from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
@@ -201,6 +202,20 @@ async def test_a_slot_whose_whole_volume_is_lost_can_be_declared_so_once_it_is_s
             await gate.leases.recalled(c)
     await run(await either.gate(), either.ask())
     await either.post()
+
+
+async def test_slots_that_no_worker_uses_any_more_are_ended(house: House) -> None:
+    gates = [await house.gate(slot) for slot in range(3)]
+    for gate in gates:
+        await run(gate, house.ask())
+    crash(house, gates[1])
+    crash(house, gates[2])
+    await house.post()
+    assert await end_unused_slots(house.db, house.journal_dir, in_use=[0, 1]) == [2]
+    await house.post()
+    assert await end_unused_slots(house.db, house.journal_dir, in_use=[]) == [1]  # 0 is locked by its worker
+    await house.post()
+    await proven(house)
 
 
 async def test_a_slot_in_use_cannot_be_opened_or_declared_lost(either: House) -> None:
