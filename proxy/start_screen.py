@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -75,9 +74,17 @@ def _example(settings: Settings, root: str, key: str) -> list[str]:
     return [f"{head} -H 'Content-Type: application/json' -d '{body}'"]
 
 
+def _command() -> str:
+    """How this shell reaches the command line."""
+    if shutil.which("tallygate"):
+        return "tallygate"
+    installed = Path(sys.executable).parent / "tallygate"
+    return str(installed.relative_to(Path.cwd()) if installed.is_relative_to(Path.cwd()) else installed)
+
+
 def _next(plan: Plan, root: str) -> list[tuple[str, str]]:
     settings = plan.settings
-    command = "tallygate" if shutil.which("tallygate") else os.path.relpath(Path(sys.executable).parent / "tallygate")
+    command = _command()
     here = settings.base_dir == Path.cwd()
     options = "" if here else f" --data-dir {settings.base_dir}"
     options += f" --config {settings.source}" if plan.configured else ""

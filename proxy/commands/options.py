@@ -136,7 +136,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     if not shown:
         Console().print(empty, highlight=False)
         return
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")  # an id cut short is no id
     for row in shown:
         table.add_row(*row)
     Console().print(table)

@@ -42,6 +42,8 @@ async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
     from proxy import preflight
 
     began = time.monotonic()
+    if settings.webhooks:
+        say("webhooks are configured, and this version does not send any yet")
     preflight.check_directories(settings)
     with preflight.claim_data_directory(settings):
         preflight.check_backend_installed(settings)

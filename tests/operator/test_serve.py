@@ -45,6 +45,7 @@ class Serving(Served):
             "models:\n"
             "  deepseek-v3.2:\n"
             "    deployments: [{to: legacy}]\n"
+            "    drafts: [qwen-0.5b]\n"
             "    max_output_tokens: 20000000\n"
             '    price: {currency: USD, input: "0.28", cache_read: "0.028", output: "0.42"}\n'
         )
@@ -117,6 +118,16 @@ def test_the_screen_names_the_url_the_key_and_who_answers(serving: Serving) -> N
     ran = subprocess.run(["sh", "-c", curl.strip().replace("curl ", "curl -s ", 1)], capture_output=True, check=False)
     if ran.returncode != 127:  # no curl on this machine
         assert json.loads(ran.stdout)["usage"]["tallygate"]["billed_tokens"] > 0
+
+
+def test_the_python_snippet_of_the_readme_runs_with_nothing_changed_but_the_key(serving: Serving) -> None:
+    readme = (ROOT / "README.md").read_text()
+    snippet = readme.partition("```python\n")[2].partition("```")[0]
+    assert "sk-tg-..." in snippet
+    snippet = snippet.replace("sk-tg-...", serving.key).replace("http://127.0.0.1:8000", serving.root)
+    ran = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "cost_cny" in ran.stdout
 
 
 def test_a_request_through_the_demo_key_is_priced_in_both_currencies_and_posted(serving: Serving) -> None:

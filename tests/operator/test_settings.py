@@ -60,6 +60,12 @@ def test_the_documented_configuration_is_accepted(tmp_path: Path) -> None:
     assert settings.storage.journal_path == tmp_path / "data/journal"
 
 
+def test_the_configuration_in_the_readme_is_accepted(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = readme.partition("```yaml\n")[2].partition("```")[0]
+    assert set(load(tmp_path, text, LEGACY_API_KEY="sk-upstream").upstreams) == {"legacy"}
+
+
 def test_without_a_file_the_bundled_pair_serves_the_reference_model(tmp_path: Path) -> None:
     settings = load_settings(None, tmp_path, environ={})
     assert settings.backend is not None
