@@ -28,6 +28,8 @@ _TEMPLATE_TOKENS = 32
 _MEDIA_TOKENS = 4_096
 """What one inline image or sound may count as, whatever its size in bytes."""
 
+_MEDIA_MARKS = (b'"image_url"', b'"input_audio"', b'"file_data"')
+
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
@@ -71,60 +73,53 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _Common(msgspec.Struct):
+class _Head(msgspec.Struct):
+    """The small fields that decide something. The prompt stays as it is."""
+
     model: str
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
-    n: int | None = None
-    user: str | None = None
-
-
-class ChatFields(_Common, kw_only=True):
-    messages: list[Raw]
     max_completion_tokens: int | None = None
-
-
-class CompletionFields(_Common, kw_only=True):
-    prompt: str | list[Any] = ""
+    n: int | None = None
     best_of: int | None = None
-
-
-class EmbeddingFields(msgspec.Struct, kw_only=True):
-    model: str
-    input: str | list[Any]
     user: str | None = None
 
 
-_chat = msgspec.json.Decoder(ChatFields)
-_completion = msgspec.json.Decoder(CompletionFields)
-_embedding = msgspec.json.Decoder(EmbeddingFields)
+_GENERATING = ("model", "stream", "stream_options", "max_tokens", "n", "user")
+_head = msgspec.json.Decoder(_Head)
+_list = msgspec.json.Decoder(list[Raw])
 
 
 def parse_chat(body: bytes) -> Call:
     """Raises ApiError 400 that names the field."""
-    fields, request = _read(body, _chat)
-    if not request.messages:
+    fields = _fields(body)
+    messages = _prompt(fields, "messages", b"[")
+    request = _read_head(
+        fields, "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user"
+    )
+    if messages[1:-1].strip() == b"":
         raise invalid("`messages` is empty: send at least one message.", "messages")
-    newer = "max_completion_tokens" in fields and request.max_completion_tokens is not None
+    newer = request.max_completion_tokens is not None
     limit_field = "max_completion_tokens" if newer else "max_tokens"
     limit = request.max_completion_tokens if newer else request.max_tokens
-    return _call(fields, body, request, limit, limit_field, len(request.messages), request.n or 1)
+    return _call(fields, body, request, limit, limit_field, messages.count(b'"role"'), request.n or 1)
 
 
 def parse_completion(body: bytes) -> Call:
     """Raises ApiError 400 that names the field. Several prompts are several choices."""
-    fields, request = _read(body, _completion)
-    prompts = 1
-    if isinstance(request.prompt, list) and request.prompt and not isinstance(request.prompt[0], int):
-        prompts = len(request.prompt)
+    fields = _fields(body)
+    prompts = _prompts(_prompt(fields, "prompt", b'["', b'""'))
+    request = _read_head(fields, *_GENERATING, "best_of")
     choices = prompts * max(request.n or 1, request.best_of or 1)
     return _call(fields, body, request, request.max_tokens, "max_tokens", prompts, choices)
 
 
 def parse_embedding(body: bytes) -> Call:
     """Raises ApiError 400 that names the field."""
-    fields, request = _read(body, _embedding)
+    fields = _fields(body)
+    _prompt(fields, "input", b'["')
+    request = _read_head(fields, "model", "user")
     return Call(
         request.model,
         fields,
@@ -136,12 +131,12 @@ def parse_embedding(body: bytes) -> Call:
         limit_field="",
         choices=0,
         end_user=_end_user(request.user),
-        prompt_tokens_bound=prompt_tokens_bound(body, 1),
+        prompt_tokens_bound=prompt_tokens_bound(fields, len(body), 1),
     )
 
 
 def _call(
-    fields: Fields, body: bytes, request: _Common, limit: int | None, limit_field: str, parts: int, choices: int
+    fields: Fields, body: bytes, request: _Head, limit: int | None, limit_field: str, parts: int, choices: int
 ) -> Call:
     if limit is not None and limit < 1:
         raise invalid(f"`{limit_field}` must be at least 1, not {limit}.", limit_field)
@@ -162,17 +157,50 @@ def _call(
         limit_field=limit_field,
         choices=choices,
         end_user=_end_user(request.user),
-        prompt_tokens_bound=prompt_tokens_bound(body, parts),
+        prompt_tokens_bound=prompt_tokens_bound(fields, len(body), parts),
     )
 
 
-def _read(body: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[Fields, Any]:
+def _fields(body: bytes) -> Fields:
+    """The top level, cut: one pass over the body, however large. Raises ApiError 400."""
     try:
-        return _cut.decode(body), decoder.decode(body)
+        return _cut.decode(body)
     except msgspec.ValidationError as error:
         raise _complaint(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(f"The request body is not valid JSON: {error}.") from None
+
+
+def _prompt(fields: Fields, name: str, begins: bytes, default: bytes | None = None) -> bytes:
+    """The field that holds the prompt, as it was written. begins: the first bytes that its type may have."""
+    raw = bytes(fields[name]) if name in fields else default
+    if raw is None:
+        raise invalid(f"The field `{name}` is required.", name)
+    if raw[:1] not in begins:
+        kinds = " or ".join({"[": "an array", '"': "a string"}[kind] for kind in begins.decode())
+        raise invalid(f"Wrong type at `{name}`: expected {kinds}.", name)
+    return raw
+
+
+def _read_head(fields: Fields, *names: str) -> _Head:
+    """Raises ApiError 400."""
+    try:
+        return _head.decode(msgspec.json.encode({name: fields[name] for name in names if name in fields}))
+    except msgspec.ValidationError as error:
+        raise _complaint(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"The request body is not valid JSON: {error}.") from None
+
+
+def _prompts(prompt: bytes) -> int:
+    """How many prompts a completion has; token ids are one."""
+    if prompt[:1] == b'"':
+        return 1
+    try:
+        parts = _list.decode(prompt)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid(f"Wrong type at `prompt`: {error}.", "prompt") from None
+    return len(parts) if parts and bytes(parts[0])[:1] in b'["' else 1
 
 
 def _complaint(message: str) -> ApiError:
@@ -192,17 +220,38 @@ def _end_user(user: str | None) -> str | None:
     return user
 
 
-def prompt_tokens_bound(body: bytes, parts: int) -> int:
-    """An upper bound on the prompt's tokens; inline media count by piece, not by their bytes."""
-    bound = len(body) + _TEMPLATE_TOKENS * (parts + 1)
-    position = body.find(b";base64,")
-    while position >= 0:
-        end = body.find(b'"', position)
-        if end < 0:
-            break
-        bound -= max(0, end - position - _MEDIA_TOKENS)
-        position = body.find(b";base64,", end)
-    return bound
+def prompt_tokens_bound(fields: Fields, body_bytes: int, parts: int) -> int:
+    """An upper bound on the prompt's tokens: one a byte. Inline media count by piece, not by their bytes."""
+    bound = body_bytes + _TEMPLATE_TOKENS * (parts + 1)
+    messages = fields.get("messages")
+    if messages is None or body_bytes <= 4 * _MEDIA_TOKENS or not any(mark in bytes(messages) for mark in _MEDIA_MARKS):
+        return bound
+    try:
+        return max(1, bound - _surplus(msgspec.json.decode(messages)))
+    except (msgspec.MsgspecError, RecursionError):
+        return bound
+
+
+def _surplus(value: Any) -> int:
+    """The bytes of inline media beyond what each may count as. Only parts that an upstream takes for media count so:
+    text that merely looks like them is text."""
+    match value:
+        case list():
+            return sum(map(_surplus, value))
+        case {"content": list() as content}:
+            return _surplus(content)
+        case {"type": "image_url", "image_url": {"url": str() as data}}:
+            return _beyond(data)
+        case {"type": "input_audio", "input_audio": {"data": str() as data}}:
+            return _beyond(data)
+        case {"type": "file", "file": {"file_data": str() as data}}:
+            return _beyond(data)
+        case _:
+            return 0
+
+
+def _beyond(data: str) -> int:
+    return max(0, len(data) - _MEDIA_TOKENS)
 
 
 def estimated_prompt_tokens(fields: Fields) -> int:

@@ -16,7 +16,6 @@ from proxy.openai.requests import (
     parse_chat,
     parse_completion,
     parse_embedding,
-    prompt_tokens_bound,
 )
 
 MESSAGES = [{"role": "user", "content": "你好"}]
@@ -105,9 +104,19 @@ def test_the_prompt_bound_is_no_less_than_one_token_a_byte(text: str) -> None:
     assert parse_chat(body).prompt_tokens_bound >= len(text.encode(errors="replace"))
 
 
+def image_part(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
+
+
 def test_inline_images_do_not_count_by_their_bytes() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
-    assert prompt_tokens_bound(chat(messages=[{"role": "user", "content": [image, image]}]), 1) < 10_000
+    content = [image_part("A" * 1_000_000), image_part("B" * 1_000_000)]
+    assert parse_chat(chat(messages=[{"role": "user", "content": content}])).prompt_tokens_bound < 10_000
+
+
+def test_text_that_looks_like_an_image_counts_as_text() -> None:
+    text = "data:image/png;base64," + "A" * 100_000
+    for content in (text, [{"type": "text", "text": text}], [image_part("A"), {"type": "text", "text": text}]):
+        assert parse_chat(chat(messages=[{"role": "user", "content": content}])).prompt_tokens_bound > 100_000
 
 
 @given(st.binary(max_size=300))
