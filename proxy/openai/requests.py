@@ -23,11 +23,13 @@ BYTES_PER_ESTIMATED_TOKEN = 4
 """For limits: about what English has."""
 BYTES_PER_BILLED_TOKEN = 6
 """For bills, where an upstream does not say: more than most texts have, so that nobody pays for more than was used."""
-_TEMPLATE_TOKENS = 32
-"""Room for what a chat template adds around a message: role names, separators, a default system prompt."""
+_TEMPLATE_TOKENS = 64
+"""Room for what a chat template adds by itself, such as a default system prompt."""
 _MEDIA_TOKENS = 4_096
 """What one inline image or sound may count as, whatever its size in bytes."""
 
+_LARGE_BYTES = 128 * 1024
+"""Smaller bodies are not searched for media: holding them by their bytes does no harm."""
 _MEDIA_MARKS = (b'"image_url"', b'"input_audio"', b'"file_data"')
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -103,7 +105,7 @@ def parse_chat(body: bytes) -> Call:
     newer = request.max_completion_tokens is not None
     limit_field = "max_completion_tokens" if newer else "max_tokens"
     limit = request.max_completion_tokens if newer else request.max_tokens
-    return _call(fields, body, request, limit, limit_field, messages.count(b'"role"'), request.n or 1)
+    return _call(fields, body, request, limit, limit_field, request.n or 1)
 
 
 def parse_completion(body: bytes) -> Call:
@@ -112,7 +114,7 @@ def parse_completion(body: bytes) -> Call:
     prompts = _prompts(_prompt(fields, "prompt", b'["', b'""'))
     request = _read_head(fields, *_GENERATING, "best_of")
     choices = prompts * max(request.n or 1, request.best_of or 1)
-    return _call(fields, body, request, request.max_tokens, "max_tokens", prompts, choices)
+    return _call(fields, body, request, request.max_tokens, "max_tokens", choices)
 
 
 def parse_embedding(body: bytes) -> Call:
@@ -131,13 +133,11 @@ def parse_embedding(body: bytes) -> Call:
         limit_field="",
         choices=0,
         end_user=_end_user(request.user),
-        prompt_tokens_bound=prompt_tokens_bound(fields, len(body), 1),
+        prompt_tokens_bound=prompt_tokens_bound(fields, len(body)),
     )
 
 
-def _call(
-    fields: Fields, body: bytes, request: _Head, limit: int | None, limit_field: str, parts: int, choices: int
-) -> Call:
+def _call(fields: Fields, body: bytes, request: _Head, limit: int | None, limit_field: str, choices: int) -> Call:
     if limit is not None and limit < 1:
         raise invalid(f"`{limit_field}` must be at least 1, not {limit}.", limit_field)
     if not 1 <= choices <= MAX_CHOICES or (request.n is not None and request.n < 1):
@@ -157,7 +157,7 @@ def _call(
         limit_field=limit_field,
         choices=choices,
         end_user=_end_user(request.user),
-        prompt_tokens_bound=prompt_tokens_bound(fields, len(body), parts),
+        prompt_tokens_bound=prompt_tokens_bound(fields, len(body)),
     )
 
 
@@ -220,11 +220,12 @@ def _end_user(user: str | None) -> str | None:
     return user
 
 
-def prompt_tokens_bound(fields: Fields, body_bytes: int, parts: int) -> int:
-    """An upper bound on the prompt's tokens: one a byte. Inline media count by piece, not by their bytes."""
-    bound = body_bytes + _TEMPLATE_TOKENS * (parts + 1)
+def prompt_tokens_bound(fields: Fields, body_bytes: int) -> int:
+    """An upper bound on the prompt's tokens: one a byte, which the JSON around a message makes more than its template.
+    Inline media count by piece, not by their bytes."""
+    bound = body_bytes + _TEMPLATE_TOKENS
     messages = fields.get("messages")
-    if messages is None or body_bytes <= 4 * _MEDIA_TOKENS or not any(mark in bytes(messages) for mark in _MEDIA_MARKS):
+    if messages is None or body_bytes <= _LARGE_BYTES or not any(mark in bytes(messages) for mark in _MEDIA_MARKS):
         return bound
     try:
         return max(1, bound - _surplus(msgspec.json.decode(messages)))
