@@ -52,7 +52,7 @@ def test_fixed_rounds_equal_packed_rounds(family: str, length: int) -> None:
         found = run(engine, chosen, arrivals=[0, 0, 3, 5, 5, 9, 12, 12])
         assert {k: generated(s) for k, s in found.items()} == plain, draft
         assert engine.fixed is not None
-        assert engine.fixed.rounds > 10
+        assert engine.fixed.rounds > 3
         if draft == "self":
             drafted = sum(s.stats.draft_tokens for s in found.values())
             assert sum(s.stats.accepted_tokens for s in found.values()) == drafted > 0
