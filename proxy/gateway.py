@@ -51,7 +51,7 @@ from proxy.openai.errors import (
     upstream_timeout,
 )
 from proxy.openai.plain import NoAnswer
-from proxy.openai.requests import estimated_prompt_tokens, forward_body
+from proxy.openai.requests import estimated_prompt_tokens
 from proxy.openai.usage import Counts, acceptance_rate
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
@@ -198,8 +198,10 @@ class Gateway:
     async def _send(self, run: Run, deployment: Deployment) -> Answer:
         """The request as this deployment wants it. Returns a 2xx answer. Raises UpstreamFailed."""
         request, upstream = run.request, deployment.upstream
-        body = forward_body(request.call, deployment.model, run.lowered_limit(), continuous_usage=upstream.is_backend)
-        headers = b"x-request-id: %b\r\n" % request.id.encode()
+        dialect = run.dialect
+        limit = run.lowered_limit()
+        body = dialect.forward(request.call, deployment.model, limit, continuous_usage=upstream.is_backend)
+        headers = b"x-request-id: %b\r\n%b" % (request.id.encode(), dialect.forward_headers(request.headers))
         traceparent = request.headers.get(b"traceparent")
         if traceparent is not None:
             headers += b"traceparent: %b\r\n" % traceparent
@@ -210,7 +212,7 @@ class Gateway:
             if speculation.draft is not None:
                 run.draft_model = speculation.draft
                 headers += b"x-draft-model: %b\r\n" % speculation.draft.encode()
-        answer = await upstream.post(request.dialect.upstream_path, body, headers)
+        answer = await upstream.post(dialect.upstream_path, body, headers, x_api_key=dialect.sends_x_api_key)
         if 200 <= answer.status < 300 and answer.status != 204:
             return answer
         try:
@@ -225,7 +227,7 @@ class Gateway:
         request = run.request
         body = await _in_time(run, deployment, self._whole(run, deployment), patience.total)
         try:
-            plain = request.dialect.plain(request.id, request.call, body)
+            plain = run.dialect.plain(request.id, request.call, body)
         except NoAnswer as error:
             raise _broken(deployment, f"its answer is none: {error}") from error
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
@@ -236,7 +238,7 @@ class Gateway:
             reason="no_usage",
             absurd=plain.absurd,
         )
-        answer = keep(False, body) if request.once is not None else None
+        answer = keep(False, body, run.dialect.native) if request.once is not None else None
         settled = await self._settle(run, "completed", tokens, told, answer=answer)
         body = plain.body(settled.usage(generates=request.dialect.generates))
         await run.reply.whole(200, body, [JSON, *self._headers(run, settled)])
@@ -255,13 +257,13 @@ class Gateway:
 
     async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> None:
         call = run.request.call
-        reader = run.request.dialect.reader(run.request.id, call)
+        reader = run.dialect.reader(run.request.id, call)
         answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:
             await relay.open()
             if run.request.once is not None:
-                relay.recorder = Recorder()
+                relay.recorder = Recorder(run.dialect.native)
             ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
             await self._finish(run, ending, reader, relay)
         except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first

@@ -129,7 +129,7 @@ class Relay:
             if data:
                 out.append(data)
             if self.recorder is not None:
-                self.recorder.add(piece.out)
+                self.recorder.add(event)
         return out[0] if len(out) == 1 else b"".join(out)
 
     async def _next(self, reply: Reply) -> bytes:
@@ -168,7 +168,7 @@ class Relay:
             if data and reply.begun:
                 await self._write(reply, data)
             if self.recorder is not None:
-                self.recorder.add(piece.out)
+                self.recorder.add(rest + b"\n\n")
         if self.reader.finished or self.reader.usage_is_final:
             return self._set(Ending("done"))
         return self._set(Ending("broken", self._failed("broke off before the answer was complete").error))

@@ -23,16 +23,19 @@ REPLAYED: tuple[bytes, bytes] = (b"idempotent-replayed", b"true")
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """body: of a plain answer as the upstream sent it; of a stream what was read of it, without usage and `[DONE]`."""
+    """body: of a plain answer as the upstream sent it; of a stream the events that were read, without `[DONE]`."""
 
     streamed: bool
     body: bytes
+    native: str = ""
+    """Which dialect the upstream spoke, when not chat completions."""
 
 
 class Recorder:
     """Gathers what is read of a stream, as long as it is small enough to be kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, native: str = "") -> None:
+        self._native = native
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -43,11 +46,11 @@ class Recorder:
 
     def kept(self) -> bytes | None:
         """For the outcome; None when it grew too large."""
-        return keep(True, b"".join(self._parts)) if self._size <= MAX_ANSWER_BYTES else None
+        return keep(True, b"".join(self._parts), self._native) if self._size <= MAX_ANSWER_BYTES else None
 
 
-def keep(streamed: bool, body: bytes) -> bytes:
-    return msgspec.msgpack.encode(Kept(streamed, body))
+def keep(streamed: bool, body: bytes, native: str = "") -> bytes:
+    return msgspec.msgpack.encode(Kept(streamed, body, native))
 
 
 def idempotency_key(value: bytes | None) -> str | None:
@@ -70,6 +73,7 @@ async def replay(db: Database, dialect: Dialect, call: Call, request_id: str, an
     async with db.read() as c:
         row = (await usage.get_request(c, request_id)).usage
     settled = _settled(row)
+    dialect = dialect.at(frozenset({kept.native}))
     reply.request_id = request_id
     headers: Headers = [
         REPLAYED,

@@ -150,6 +150,7 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             item.api_key,
             Patience(item.connect_timeout_s, item.first_byte_timeout_s, item.idle_timeout_s, item.read_timeout_s),
             max_concurrency=item.max_concurrency,
+            native=frozenset(item.native),
         )
         for name, item in settings.upstreams.items()
     }

@@ -86,6 +86,12 @@ class Run:
     attempts: int = 0
     draft_model: str | None = None
 
+    @property
+    def dialect(self) -> Dialect:
+        """As the deployment that is asked speaks it."""
+        dialect = self.request.dialect
+        return dialect if self.deployment is None else dialect.at(self.deployment.upstream.native)
+
     def lowered_limit(self) -> int | None:
         """The most tokens per choice to ask for, where the money covers fewer than the client would get; else None."""
         request = self.request

@@ -79,6 +79,8 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     api_key: str | None = None
     kind: Literal["openai"] = "openai"
+    native: tuple[Literal["responses", "messages"], ...] = ()
+    """Which of these it speaks itself; the others are translated to chat completions for it."""
     connect_timeout_s: Seconds = 10.0
     first_byte_timeout_s: Seconds = 60.0
     idle_timeout_s: Seconds = 60.0

@@ -70,6 +70,7 @@ class Upstream:
         *,
         max_concurrency: int = 64,
         is_backend: bool = False,
+        native: frozenset[str] = frozenset(),
     ) -> None:
         url = urlsplit(base_url)
         tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -78,22 +79,27 @@ class Upstream:
         self.patience = patience
         self.max_concurrency = max_concurrency
         self.is_backend = is_backend
+        self.native = native
+        """Dialects beside chat completions that it speaks itself."""
         self.up = True
         """False while its health check fails; nobody is sent there."""
         self._origin = Origin(host, port, tls, patience.connect)
         self._path = url.path.rstrip("/").encode()
-        credentials = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._fixed = (
-            f" HTTP/1.1\r\nhost: {url.netloc.rpartition('@')[2]}\r\n{credentials}"
+        fixed = (
+            f" HTTP/1.1\r\nhost: {url.netloc.rpartition('@')[2]}\r\n"
             "content-type: application/json\r\naccept-encoding: identity\r\nuser-agent: tallygate\r\n"
-        ).encode("latin-1")
+        )
+        self._fixed = (fixed + (f"authorization: Bearer {api_key}\r\n" if api_key else "")).encode("latin-1")
+        self._fixed_with_x_api_key = (fixed + (f"x-api-key: {api_key}\r\n" if api_key else "")).encode("latin-1")
 
-    async def post(self, path: bytes, body: bytes, headers: bytes = b"") -> Answer:
+    async def post(self, path: bytes, body: bytes, headers: bytes = b"", *, x_api_key: bool = False) -> Answer:
         """Send a request; return once status and headers are in. Raises UpstreamFailed (connect or broken).
 
         path: below the base URL, such as b"/chat/completions". headers: complete lines, each ending in CR LF.
+        x_api_key: show our key in that header, not as a bearer token.
         """
-        head = b"POST %b%b%b%bcontent-length: %d\r\n\r\n" % (self._path, path, self._fixed, headers, len(body))
+        fixed = self._fixed_with_x_api_key if x_api_key else self._fixed
+        head = b"POST %b%b%b%bcontent-length: %d\r\n\r\n" % (self._path, path, fixed, headers, len(body))
         return await self._send(head, body)
 
     async def get(self, path: bytes, *, below_base: bool = True) -> Answer:

@@ -61,7 +61,7 @@ class MessageReader(BlockReader):
             "output_tokens": 0,
         }
         message = _message(self._id, self.frame.model or self._call.model, [], None, None, usage)
-        return _event("message_start", message=message) + PING
+        return event_of("message_start", message=message) + PING
 
     def opened(self, block: Block) -> bytes:
         match block.kind:
@@ -71,7 +71,7 @@ class MessageReader(BlockReader):
                 shown = {"type": "thinking", "thinking": "", "signature": ""}
             case _:
                 shown = {"type": "text", "text": ""}
-        return _event("content_block_start", index=block.index, content_block=shown)
+        return event_of("content_block_start", index=block.index, content_block=shown)
 
     def grown(self, block: Block, text: str, logprobs: list[Raw]) -> bytes:
         match block.kind:
@@ -81,10 +81,10 @@ class MessageReader(BlockReader):
                 delta = {"type": "thinking_delta", "thinking": text}
             case _:
                 delta = {"type": "text_delta", "text": text}
-        return _event("content_block_delta", index=block.index, delta=delta)
+        return event_of("content_block_delta", index=block.index, delta=delta)
 
     def closed(self, block: Block, status: str) -> bytes:
-        return _event("content_block_stop", index=block.index)
+        return event_of("content_block_stop", index=block.index)
 
     def tail(self, usage: bytes, *, cut: bool) -> bytes:
         if cut:
@@ -92,7 +92,7 @@ class MessageReader(BlockReader):
         reason, sequence = stopped(self.finish_reason, self.stop_reason, self.blocks, self._call.asked)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         start, end = self.start(), self.close_open()
-        return start + end + _event("message_delta", delta=delta, usage=usage_of(usage)) + _event("message_stop")
+        return start + end + event_of("message_delta", delta=delta, usage=usage_of(usage)) + event_of("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
         return error_event(error)
@@ -166,5 +166,5 @@ def _call_id(block: Block) -> str:
     return block.call_id or f"toolu_{block.index:02x}"
 
 
-def _event(name: str, /, **fields: Any) -> bytes:
+def event_of(name: str, /, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))

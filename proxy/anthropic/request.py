@@ -7,7 +7,7 @@ from typing import Any
 
 from proxy.anthropic.content import messages_of
 from proxy.openai.errors import invalid
-from proxy.openai.requests import Call
+from proxy.openai.requests import Call, Fields
 from proxy.openai.translation import (
     Object,
     chat_call,
@@ -57,6 +57,8 @@ class Asked:
     """What an answer needs of its request."""
 
     stop_sequences: frozenset[str]
+    written: Fields
+    """The request, field by field, as it was written."""
 
 
 def parse_messages(body: bytes) -> Call:
@@ -93,7 +95,7 @@ def _parse(body: bytes, *, counts_only: bool) -> Call:
         "response_format": _response_format(output),
         "user": typed(metadata, "user_id", str, "metadata."),
     }
-    return chat_call(chat, _NAMES, Asked(frozenset(stop)))
+    return chat_call(chat, _NAMES, Asked(frozenset(stop), written))
 
 
 def _tools(fields: Object) -> list[Object]:

@@ -12,7 +12,7 @@ from proxy.auth import bearer
 from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError
 from proxy.openai.plain import PlainAnswer
-from proxy.openai.requests import Call, parse_chat, parse_completion, parse_embedding
+from proxy.openai.requests import Call, forward_body, parse_chat, parse_completion, parse_embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,22 @@ class Dialect:
     generates: bool = True
     id_header: bytes = b"x-request-id"
     """Which header carries the request id."""
+    native: str = ""
+    """The name under which an upstream's `native` list has it; "" for what is spoken without being listed."""
+    sends_x_api_key: bool = False
+    """Whether an upstream's key goes out as `x-api-key`, not as a bearer token."""
+
+    def at(self, natively: frozenset[str]) -> Dialect:
+        """How this dialect is spoken to an upstream that has these natively."""
+        return self
+
+    def forward(self, call: Call, model: str, output_tokens: int | None, *, continuous_usage: bool) -> bytes:
+        """The body for an upstream that knows the model as `model`. output_tokens: a lowered limit per choice."""
+        return forward_body(call, model, output_tokens, continuous_usage=continuous_usage)
+
+    def forward_headers(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """Header lines of the client that belong to the dialect."""
+        return b""
 
     @property
     def upstream_path(self) -> bytes:

@@ -21,14 +21,15 @@ class NoAnswer(ValueError):
 class PlainAnswer:
     """The body of a successful answer. Raises NoAnswer when it is an error, or no JSON object with results."""
 
-    def __init__(self, body: bytes, results: str) -> None:
+    def __init__(self, body: bytes, results: str, *, may_be_empty: bool = False) -> None:
         try:
             self._fields = _cut.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             raise NoAnswer("it is not a JSON object") from None
         if bytes(self._fields.get("error", b"")) not in _NULL:
             raise NoAnswer("it is an error object")
-        if bytes(self._fields.get(results, b"")).strip() in (b"", b"null", b"[]"):
+        said = bytes(self._fields.get(results, b"")).strip()
+        if said in _NULL or (said == b"[]" and not may_be_empty):
             raise NoAnswer(f"it has no `{results}`")
         self._results = results
         self.usage: Counts | None = None

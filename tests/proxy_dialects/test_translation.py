@@ -25,10 +25,30 @@ USAGE = usage_object(Counts(9, 4, 2), None, billed_tokens=13, cost_usd=b"0.1", c
 
 words = st.sampled_from(["role", "type", "text", "content", "input", "name", "id", "user", "assistant", "function"])
 kinds = st.sampled_from(
-    (
-        "message input_text input_image function_call function_call_output reasoning text image tool_use tool_result "
-        "document thinking base64 url function custom json_schema tool auto allowed_tools content search_result"
-    ).split()
+    [
+        "message",
+        "input_text",
+        "input_image",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "text",
+        "image",
+        "tool_use",
+        "tool_result",
+        "document",
+        "thinking",
+        "base64",
+        "url",
+        "function",
+        "custom",
+        "json_schema",
+        "tool",
+        "auto",
+        "allowed_tools",
+        "content",
+        "search_result",
+    ]
 )
 fields = words | st.sampled_from(["call_id", "arguments", "output", "source", "data", "tool_use_id", "image_url"])
 json_values = st.recursive(

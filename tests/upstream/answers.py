@@ -60,7 +60,7 @@ def answer(body: dict[str, Any], fault: Fault, number: int) -> Answer:
     """The answer to the number-th request. `max_tokens` below the intended length cuts it: finish_reason `length`."""
     default = 0 if fault.calls else DEFAULT_TOKENS
     wanted = fault.tokens if fault.tokens is not None else default
-    cap = body.get("max_completion_tokens", body.get("max_tokens"))
+    cap = body.get("max_completion_tokens", body.get("max_tokens", body.get("max_output_tokens")))
     count = min(wanted, cap) if isinstance(cap, int) and cap >= 0 else wanted
     words = MULTIBYTE if fault.multibyte else WORDS
     finish = "length" if count < wanted and fault.finish_reason else fault.finish_reason

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import httptools
 
-from tests.upstream import answers
+from tests.upstream import answers, native
 from tests.upstream.bodies import BodyWriter
 from tests.upstream.faults import FAULTS, Fault, fault_of
 
@@ -169,7 +169,7 @@ class Exchange:
         elif path == "/models":
             model = {"id": "gpt-4", "object": "model", "created": answers.CREATED, "owned_by": "fake"}
             await self._send_whole(200, json.dumps({"object": "list", "data": [model]}).encode())
-        elif self._method == "POST" and path in (*ANSWER_PATHS, "/embeddings"):
+        elif self._method == "POST" and path in (*ANSWER_PATHS, *native.PATHS, "/embeddings"):
             await self._logged(path)
         else:
             await self._send_whole(
@@ -254,7 +254,9 @@ class Exchange:
         fault = self._fault
         await self._connection.pause(fault.first_chunk_delay_ms + fault.chunk_delay_ms * answer.generated)
         self.entry["produced_tokens"] = answer.generated
-        body = answers.plain_body(answer, fault)
+        path = self._path.removeprefix("/v1")
+        is_native = path in native.PATHS
+        body = native.plain_body(path, answer, fault) if is_native else answers.plain_body(answer, fault)
         self.entry["reported"] = json.loads(body).get("usage")
         writer = BodyWriter(
             self._connection, self._fault, {"content-type": fault.content_type or "application/json"}, size=len(body)
@@ -284,7 +286,10 @@ class Exchange:
         if fault.bom:
             await writer.part(b"\xef\xbb\xbf")
         held: list[bytes] = []
-        for event in answers.events(answer, fault, options):
+        path = self._path.removeprefix("/v1")
+        is_native = path in native.PATHS
+        events = native.events(path, answer, fault) if is_native else answers.events(answer, fault, options)
+        for event in events:
             if fault.end != "done" and event.generated > fault.end_after:
                 await writer.part(b"".join(held))
                 await self._break_stream(writer, event)
@@ -334,6 +339,8 @@ class Exchange:
         fault, newline = self._fault, self._fault.newline
         lines = [f": keep-alive{newline}{newline}"] if fault.comments else []
         lines += [f"event: message{newline}id: 1{newline}"] if fault.event_names else []
+        if self._path.removeprefix("/v1") in native.PATHS:
+            lines.append(f"event: {json.loads(data).get('type', 'error')}{newline}")
         lines.append(f"data:{' ' if fault.space else ''}{data}{newline}{newline}")
         return "".join(lines).encode()
 

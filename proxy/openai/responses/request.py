@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Raw
 
 from proxy.openai.errors import invalid
-from proxy.openai.requests import Call
+from proxy.openai.requests import Call, Fields
 from proxy.openai.responses.items import messages_of
 from proxy.openai.translation import (
     Object,
@@ -59,8 +59,10 @@ _NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 class Asked:
     """What a response repeats of its request."""
 
-    echo: Object = field(default_factory=dict)
-    logprobs: bool = False
+    echo: Object
+    logprobs: bool
+    written: Fields
+    """The request, field by field, as it was written."""
 
 
 def parse_responses(body: bytes) -> Call:
@@ -84,7 +86,7 @@ def parse_responses(body: bytes) -> Call:
         "logprobs": True if logprobs else None,
         "top_logprobs": typed(fields, "top_logprobs", int) if logprobs else None,
     }
-    return chat_call(chat, _NAMES, Asked(_echo(fields, text), logprobs))
+    return chat_call(chat, _NAMES, Asked(_echo(fields, text), logprobs, written))
 
 
 def _refuse(fields: Object) -> None:
