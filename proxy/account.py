@@ -35,35 +35,40 @@ class UsageQuery(Paging, frozen=True, kw_only=True, rename={"from_": "from"}):
     group_by: str | None = None
 
 
-def account_routes(worker: Worker, prefix: str) -> list[Route]:
-    async def caller(request: Request) -> Principal:
-        """Raises ApiError, Refusal."""
-        authorization = request.headers.get("authorization")
-        principal = await worker.keys().principal(bearer(authorization.encode("latin-1") if authorization else None))
-        address = request.client.host if request.client else None
-        check_access(replace(principal, models=None, end_user_required=False), "", address, None, now_ms())
-        return principal
+class Account:
+    """The endpoints that answer a key about itself."""
 
-    async def list_models(request: Request) -> Response:
-        return _json({"object": "list", "data": worker.catalogue.models(await caller(request))})
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
-    async def one_model(request: Request) -> Response:
+    def routes(self, prefix: str) -> list[Route]:
+        return [
+            Route(f"{prefix}/usage", self.usage),
+            Route(f"{prefix}/models", self.list_models),
+            Route(f"{prefix}/models/{{model:path}}", self.one_model),
+            Route(f"{prefix}/balance", self.balance),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": self._worker.catalogue.models(await self._caller(request))})
+
+    async def one_model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        model = worker.catalogue.model(name, await caller(request))
+        model = self._worker.catalogue.model(name, await self._caller(request))
         if model is None:
             raise model_not_found(name)
         return _json(model)
 
-    async def balance(request: Request) -> Response:
-        principal = await caller(request)
-        async with worker.database().read() as c:
+    async def balance(self, request: Request) -> Response:
+        principal = await self._caller(request)
+        async with self._worker.database().read() as c:
             money = await accounts.balance(c, principal.team_id, now_ms())
         amounts = ("prepaid", "granted", "credit_limit", "credit_used", "held", "available")
         body: dict[str, Any] = {"team_id": money.team_id, "currency": money.currency}
         return _json(body | {name: format_amount(getattr(money, f"{name}_pico")) for name in amounts})
 
-    async def own_usage(request: Request) -> Response:
-        principal = await caller(request)
+    async def usage(self, request: Request) -> Response:
+        principal = await self._caller(request)
         query = _query(request)
         wanted = UsageFilter(
             team_id=principal.team_id,
@@ -74,19 +79,21 @@ def account_routes(worker: Worker, prefix: str) -> list[Route]:
             to_ms=parse_instant(query.to, "to", principal.timezone),
         )
         groups = [name.strip() for name in (query.group_by or "").split(",") if name.strip()]
-        async with worker.database().read() as c:
+        async with self._worker.database().read() as c:
             if groups:
                 sums = await usage.sum_usage(c, wanted, groups, timezone=principal.timezone)
                 return _json(Listing([_for_customer(UsageSumAnswer.of(one)) for one in sums]))
             rows = await usage.list_usage(c, wanted, cursor=query.cursor, limit=query.limit)
         return _json(Listing([_for_customer(UsageAnswer.of(row)) for row in rows.items], rows.next_cursor))
 
-    return [
-        Route(f"{prefix}/usage", own_usage),
-        Route(f"{prefix}/models", list_models),
-        Route(f"{prefix}/models/{{model:path}}", one_model),
-        Route(f"{prefix}/balance", balance),
-    ]
+    async def _caller(self, request: Request) -> Principal:
+        """Whose key this is, if it may be used at all. Raises ApiError, Refusal."""
+        authorization = request.headers.get("authorization")
+        token = bearer(authorization.encode("latin-1") if authorization else None)
+        principal = await self._worker.keys().principal(token)
+        address = request.client.host if request.client else None
+        check_access(replace(principal, models=None, end_user_required=False), "", address, None, now_ms())
+        return principal
 
 
 def _query(request: Request) -> UsageQuery:

@@ -15,7 +15,7 @@ from starlette.routing import Mount, Route
 
 from ledger.errors import LedgerError
 from policies.refusal import Refusal
-from proxy.account import account_routes
+from proxy.account import Account
 from proxy.admin.app import admin_app
 from proxy.anthropic.counting import CountTokens
 from proxy.anthropic.dialect import MESSAGES
@@ -58,8 +58,9 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> S
     hot: dict[str, Endpoint] = {dialect.path: Generating(worker, dialect) for dialect in dialects}
     hot["/messages/count_tokens"] = CountTokens(worker)
     routes: list[Route | Mount] = []
+    account = Account(worker)
     for prefix in ("/v1", ""):
-        routes += account_routes(worker, prefix)
+        routes += account.routes(prefix)
     routes += health_routes(worker)
     routes.append(Mount("/admin/v1", admin_app(settings, worker.database)))
     app = GatewayApp(
