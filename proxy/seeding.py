@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -48,7 +49,7 @@ async def prepare(settings: Settings) -> FirstRun:
             by = By(ACTOR, time.time_ns() // 1_000_000)
             await _seed_prices(c, by, settings)
             token = await _first_token(c, by, hasher, settings)
-            return FirstRun(token, await _demo_key(c, by, hasher, settings.data_dir / "demo-key"))
+            return FirstRun(token, await _demo_key(c, by, hasher, settings))
     finally:
         await db.close()
 
@@ -97,9 +98,10 @@ async def _first_token(c: AsyncConnection, by: By, hasher: KeyHasher, settings: 
     return (await admin_tokens.create_admin_token(c, by, hasher, "first start", "admin")).secret
 
 
-async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, path: Path) -> str | None:
-    """The demo key's text, from its file; made with its team when the ledger has no team at all."""
-    if not (await teams.list_teams(c, limit=1)).items:
+async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, settings: Settings) -> str | None:
+    """The demo key's text, from its file; made with its team when the ledger has no team and only this host can ask."""
+    path = settings.data_dir / "demo-key"
+    if is_loopback(settings.server.host) and not (await teams.list_teams(c, limit=1)).items:
         await teams.create_team(c, by, "demo", team_id=DEMO_TEAM)
         await topups.top_up(c, by, DEMO_TEAM, DEMO_USD * PICO_PER_UNIT, currency="USD", reference="demo")
         secret = read_or_create(path, keys.new_secret)
@@ -108,6 +110,14 @@ async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, path: Path) -
     known = _read(path)
     record = None if known is None else await keys.find_by_hash(c, hasher(known))
     return known if record is not None and record.state == "active" else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens there can be reached from this host alone."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _read(path: Path) -> str | None:

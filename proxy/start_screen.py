@@ -24,7 +24,7 @@ async def start_screen(plan: Plan, first_run: FirstRun, took_s: float) -> str:
     if first_run.demo_key is not None:
         rows.append(("key", f"{first_run.demo_key}   (team demo, topped up with {DEMO_USD} USD)"))
     else:
-        rows.append(("key", "make one: tallygate key create --team TEAM"))
+        rows.append(("key", 'make one: tallygate team create "Web shop", then tallygate key create --team "Web shop"'))
     if first_run.admin_token is not None:
         rows.append(("admin token", f"{first_run.admin_token}   (shown this once: keep it)"))
     for name in settings.models:

@@ -348,3 +348,13 @@ def _gateway_only(base_dir: Path) -> str:
     file = base_dir / "gateway.yaml"
     file.write_text("upstreams: {legacy: {base_url: 'http://127.0.0.1:9/v1'}}\n")
     return str(file)
+
+
+@pytest.mark.parametrize(
+    ("host", "demo"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
+)
+def test_a_server_that_other_hosts_can_reach_starts_without_a_demo_key(tmp_path: Path, host: str, demo: bool) -> None:
+    (tmp_path / "data").mkdir()
+    settings = load_settings(None, tmp_path, {"server.host": host})
+    first_run = run_apart(lambda: prepare(settings))
+    assert (first_run.demo_key is not None) == demo
