@@ -84,7 +84,10 @@ class Reply:
 
     async def begin(self, status: int, headers: Headers) -> None:
         self.begun = True
-        headers.append((self.id_header, self.request_id.encode()))
+        request_id = self.request_id.encode()
+        headers.append((b"x-request-id", request_id))
+        if self.id_header != b"x-request-id":
+            headers.append((self.id_header, request_id))
         headers.append((b"openai-processing-ms", b"%d" % self.elapsed_ms()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

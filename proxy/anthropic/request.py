@@ -95,7 +95,7 @@ def _parse(body: bytes, *, counts_only: bool) -> Call:
         "response_format": _response_format(output),
         "user": typed(metadata, "user_id", str, "metadata."),
     }
-    return chat_call(chat, _NAMES, Asked(frozenset(stop), written))
+    return chat_call(chat, _NAMES, Asked(frozenset(stop), written), len(body))
 
 
 def _tools(fields: Object) -> list[Object]:

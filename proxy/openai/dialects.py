@@ -25,7 +25,7 @@ class Dialect:
     is_chat: bool = False
     generates: bool = True
     id_header: bytes = b"x-request-id"
-    """Which header carries the request id."""
+    """Which header carries the request id, beside `x-request-id`."""
     native: str = ""
     """The name under which an upstream's `native` list has it; "" for what is spoken without being listed."""
     sends_x_api_key: bool = False

@@ -81,8 +81,11 @@ def refuse_chat_fields(fields: Collection[str], allowed: Collection[str] = ()) -
             raise unsupported(name, "it belongs to /v1/chat/completions")
 
 
-def chat_call(chat: Object, names: Mapping[str, str], asked: Any) -> Call:
-    """The call of a translated request. names: chat field → the field of the dialect, for complaints."""
+def chat_call(chat: Object, names: Mapping[str, str], asked: Any, body_bytes: int) -> Call:
+    """The call of a translated request. names: chat field → the field of the dialect, for complaints.
+
+    body_bytes: of the request as it was written; what a translation leaves out, an upstream that needs none reads.
+    """
     try:
         call = parse_chat(encoded({name: value for name, value in chat.items() if value is not None}))
     except ApiError as error:
@@ -91,6 +94,7 @@ def chat_call(chat: Object, names: Mapping[str, str], asked: Any) -> Call:
         name = names.get(error.param, error.param)
         raise invalid(error.message.replace(f"`{error.param}`", f"`{name}`"), name, error.code) from None
     call.asked = asked
+    call.prompt_tokens_bound += max(0, body_bytes - call.body_bytes)
     return call
 
 

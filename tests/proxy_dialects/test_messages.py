@@ -239,7 +239,8 @@ def test_refusals_are_the_sdks_exceptions_with_our_codes_in_their_messages(gatew
         error: Any = caught.value.body
         assert (error["type"], error["error"]["type"]) == ("error", kind)
         assert said in error["error"]["message"]
-        assert caught.value.request_id == caught.value.response.headers["request-id"]
+        headers = caught.value.response.headers
+        assert caught.value.request_id == headers["request-id"] == headers["x-request-id"]
 
 
 def test_a_spent_balance_is_not_to_be_retried(gateway: Gateway) -> None:

@@ -204,3 +204,18 @@ def test_arguments_that_are_no_object_are_handed_over_as_they_are() -> None:
     message = json.loads(PlainMessage(REQUEST_ID, MESSAGES_CALL, body).body(USAGE))
     assert message["content"][0]["input"] == {"invalid_arguments": "[1"}
     assert message["stop_reason"] == "tool_use"
+
+
+def test_what_a_translation_leaves_out_still_counts_for_the_hold() -> None:
+    """An upstream that speaks the dialect reads thoughts too; pictures count by piece in either wording."""
+    thought = {"type": "thinking", "thinking": "x" * 5_000, "signature": ""}
+    said: list[Any] = [{"role": "assistant", "content": [thought, {"type": "text", "text": "hi"}]}]
+    source = {"type": "base64", "media_type": "image/png", "data": "A" * 1_000_000}
+    shown: list[Any] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+
+    def bound(messages: list[Any]) -> int:
+        body = json.dumps({"model": "m", "max_tokens": 5, "messages": messages})
+        return parse_messages(body.encode()).prompt_tokens_bound
+
+    assert bound(said) >= 5_000
+    assert bound(shown) < 10_000

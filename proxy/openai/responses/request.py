@@ -86,7 +86,7 @@ def parse_responses(body: bytes) -> Call:
         "logprobs": True if logprobs else None,
         "top_logprobs": typed(fields, "top_logprobs", int) if logprobs else None,
     }
-    return chat_call(chat, _NAMES, Asked(_echo(fields, text), logprobs, written))
+    return chat_call(chat, _NAMES, Asked(_echo(fields, text), logprobs, written), len(body))
 
 
 def _refuse(fields: Object) -> None:
