@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy import select, update
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.audit import changes_since, latest_seq
 from ledger.billing import affordable_output, next_window
@@ -260,24 +261,34 @@ class Gate:
         return await self._make_plan(ask)  # another's was for the other side of a month or a price change
 
     async def _make_plan(self, ask: Ask) -> Plan:
-        spender = ask.spender
+        """Reads; writes only where a budget begins a new period."""
         try:
-            async with self.db.begin() as c:
-                if spender.team_id not in self._known_teams:
-                    self._known_teams.add(spender.team_id)
-                    if await has_end_user_budgets(c, spender.team_id):
-                        self._teams_with_user_budgets.add(spender.team_id)
-                per_end_user = spender.team_id in self._teams_with_user_budgets
-                plan = await make_plan(
-                    c, self.leases, self._book, spender, ask.model, ask.at_ms, per_end_user=per_end_user
-                )
+            async with self.db.read() as c:
+                plan = await self._plan_from(c, ask, writing=False)
+            if plan is None:
+                async with self.db.begin() as c:
+                    plan = await self._plan_from(c, ask, writing=True)
         except LedgerUnavailable:
             self.leases.failed()
             raise
+        assert plan is not None
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        self._plans[(spender.key_id, ask.model, spender.end_user if per_end_user else None)] = plan
+        per_end_user = ask.spender.team_id in self._teams_with_user_budgets
+        self._plans[(ask.spender.key_id, ask.model, ask.spender.end_user if per_end_user else None)] = plan
         return plan
+
+    async def _plan_from(self, c: AsyncConnection, ask: Ask, *, writing: bool) -> Plan | None:
+        team_id = ask.spender.team_id
+        if team_id not in self._known_teams:
+            if await has_end_user_budgets(c, team_id):
+                self._teams_with_user_budgets.add(team_id)
+            self._known_teams.add(team_id)
+        per_end_user = team_id in self._teams_with_user_budgets
+        book, leases = self._book, self.leases
+        return await make_plan(
+            c, leases, book, ask.spender, ask.model, ask.at_ms, per_end_user=per_end_user, writing=writing
+        )
 
     async def _claim(self, ask: Ask) -> None:
         try:

@@ -14,12 +14,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import accounts
 from ledger.billing import Limit, WorstCase
-from ledger.budgets import ensure_budgets
+from ledger.budgets import budget_id, budget_period, ensure_budgets
 from ledger.leases import Leases, Slice
 from ledger.money import Currency
 from ledger.periods import period_bounds, period_of, window_bounds
 from ledger.prices import PinnedPrice, PriceBook
-from ledger.quotas import applicable
+from ledger.quotas import Quota, applicable
+from ledger.schema import accounts as accounts_table
 from ledger.schema import quotas
 
 Part = tuple[Slice, int]
@@ -137,11 +138,18 @@ class Plan:
 
 
 async def make_plan(
-    c: AsyncConnection, leases: Leases, book: PriceBook, spender: Spender, model: str, at_ms: int, *, per_end_user: bool
-) -> Plan:
-    """Works a plan out from SQL; makes the budget accounts of a new period. Needs a write transaction.
-
-    Raises PriceNotFound.
+    c: AsyncConnection,
+    leases: Leases,
+    book: PriceBook,
+    spender: Spender,
+    model: str,
+    at_ms: int,
+    *,
+    per_end_user: bool,
+    writing: bool,
+) -> Plan | None:
+    """Works a plan out from SQL. None: a budget needs its account of this period first; call again in a write
+    transaction with `writing`. Raises PriceNotFound.
     """
     price = book.pin(model, at_ms, spender.team_id)
     funding = await accounts.funding(c, spender.team_id, at_ms)
@@ -151,9 +159,40 @@ async def make_plan(
         for quota in await applicable(c, spender.team_id, spender.key_id, end_user)
         if quota.metric == "spend" and quota.hard and quota.model in (None, model)
     ]
-    budgets = await ensure_budgets(c, limits, at_ms, spender.timezone)
-    period = period_of(at_ms, spender.timezone)
-    start, end = period_bounds(period, spender.timezone)
+    if writing:
+        await ensure_budgets(c, limits, at_ms, spender.timezone)
+    budgets = await _budget_slices(c, leases, limits, spender, at_ms)
+    if len(budgets) < len(limits) and not writing:
+        return None
+    from_ms, until_ms = _valid(limits, funding, book, spender, at_ms)
+    return Plan(
+        price,
+        [leases.slice(a.id, a.kind, a.currency) for a in funding if _worth_asking(a, leases)],
+        spender.billing_currency == "USD",
+        budgets,
+        period_of(at_ms, spender.timezone),
+        from_ms,
+        until_ms,
+        spender.team_id,
+    )
+
+
+async def _budget_slices(
+    c: AsyncConnection, leases: Leases, limits: Sequence[Quota], spender: Spender, at_ms: int
+) -> list[Slice]:
+    """Of those budgets whose account of this period is there."""
+    ids = [budget_id(quota.id, budget_period(quota, at_ms, spender.timezone)) for quota in limits]
+    if not ids:
+        return []
+    query = select(accounts_table.c.id, accounts_table.c.currency).where(accounts_table.c.id.in_(ids))
+    return [leases.slice(row.id, "budget", row.currency) for row in await c.execute(query.order_by("id"))]
+
+
+def _valid(
+    limits: Sequence[Quota], funding: Sequence[accounts.Account], book: PriceBook, spender: Spender, at_ms: int
+) -> tuple[int, int]:
+    """[from, until) around `at_ms` in which no month, window, grant or price version begins or ends."""
+    start, end = period_bounds(period_of(at_ms, spender.timezone), spender.timezone)
     starts, ends = [start], [end, *(a.expires_at_ms for a in funding if a.expires_at_ms is not None)]
     for quota in limits:
         assert quota.window is not None
@@ -161,16 +200,7 @@ async def make_plan(
         starts.append(opened)
         ends += [] if closes is None else [closes]
     following = book.next_start(at_ms)
-    return Plan(
-        price,
-        [leases.slice(a.id, a.kind, a.currency) for a in funding if _worth_asking(a, leases)],
-        spender.billing_currency == "USD",
-        [leases.slice(budgets[q.id].id, "budget", budgets[q.id].currency) for q in limits if q.id in budgets],
-        period,
-        max(starts),
-        min([*ends, following] if following is not None else ends),
-        spender.team_id,
-    )
+    return max(starts), min(ends if following is None else [*ends, following])
 
 
 def _worth_asking(account: accounts.Account, leases: Leases) -> bool:

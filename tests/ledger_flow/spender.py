@@ -56,10 +56,10 @@ async def _client(house: House, gate: Gate, log: int, number: int, forever: bool
             continue
         produced = hold.output_tokens
         _write(log, f"S {ask.request_id} 100 {produced}")
-        for generated in range(50, produced + 1, 50):
-            if streamed:
+        if streamed:
+            for generated in range(50, produced + 1, 50):
                 hold.progress(100, generated)
-            await asyncio.sleep(0)
+                await asyncio.sleep(0.002)
         receipt = await hold.settle(used(100, produced))
         _write(log, f"D {ask.request_id} {receipt.billed_tokens} {receipt.cost_usd_pico}")
 
