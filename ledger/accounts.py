@@ -41,6 +41,11 @@ class Account(msgspec.Struct, frozen=True):
     created_ms: int
 
     @property
+    def unspent_pico(self) -> int:
+        """What has not been charged, wherever it lies."""
+        return max(0, min(self.target_pico, self.credits_pico) - self.debits_pico)
+
+    @property
     def free_pico(self) -> int:
         """What a lease could still take."""
         return max(0, min(self.target_pico, self.credits_pico) - self.debits_pico - self.leased_pico)
@@ -58,9 +63,10 @@ class Balance(msgspec.Struct, frozen=True):
     credit_limit_pico: int
     credit_used_pico: int
     held_pico: int
-    """Set aside in workers for requests that run or are about to, and charges on their way into SQL."""
+    """The part of `available_pico` that lies in the workers: holds of running requests, charges on their way into SQL,
+    and slices that idle there until another worker or a refund wants them."""
     available_pico: int
-    """What no worker holds: prepaid + grants + what is left of the credit limit, less held."""
+    """What can still be spent: prepaid + grants + what is left of the credit limit."""
 
 
 def prepaid_id(team_id: str) -> str:
@@ -125,7 +131,7 @@ async def balance(c: AsyncConnection, team_id: str, now_ms: int) -> Balance:
         credit_limit_pico=credit_line.target_pico,
         credit_used_pico=credit_line.debits_pico,
         held_pico=sum(account.leased_pico for account in found),
-        available_pico=sum(account.free_pico for account in found),
+        available_pico=sum(account.unspent_pico for account in found),
     )
 
 

@@ -130,7 +130,7 @@ class RefundAnswer(msgspec.Struct, frozen=True):
 
 
 class BalanceAnswer(msgspec.Struct, frozen=True):
-    """`available` is what no running request holds: prepaid + granted + what is left of the credit limit, less held."""
+    """`available` can still be spent: prepaid + granted + what is left of the credit; `held` of it is in workers."""
 
     team_id: str
     currency: str

@@ -311,6 +311,7 @@ async def test_a_refund_pays_back_only_what_is_neither_spent_nor_held_and_once(
     with pytest.raises(Conflict, match="another refund"):
         await pay_back(TEN // 10, "back-1")
     async with db.read() as c:
-        assert (await balance(c, "acme", NOW_MS)).available_pico == TEN // 10
+        now = await balance(c, "acme", NOW_MS)
+        assert (now.available_pico, now.held_pico) == (TEN // 10 * 3, TEN // 5)
         [moved] = (await c.execute(select(transfers).where(transfers.c.kind == "refund"))).all()
     assert (moved.source, moved.destination, moved.amount_pico) == (prepaid_id("acme"), "clearing:manual", TEN // 2)
