@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,8 +109,24 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     config = uvicorn.Config(
         build_app(state), log_level="warning", access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
     )
-    server = uvicorn.Server(config)
-    threading.Thread(target=_load, args=(settings, state), name="loading", daemon=True).start()
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the handlers below stop it; uvicorn's own would raise the signal again after a clean stop
+
+    server = Server(config)
+
+    def stop(number: int, frame: object) -> None:
+        server.should_exit = True
+
+    def load() -> None:
+        _load(settings, state)
+        server.should_exit = server.should_exit or state.failure is not None
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    threading.Thread(target=load, name="loading", daemon=True).start()
     server.run(sockets=[listener])
     if state.failure is not None:
         return _refuse(state.failure)
@@ -135,8 +152,6 @@ def _load(settings: Settings, state: ServerState) -> None:
         state.ready(service)
         drafts = ", ".join(f"{name} = {weights}" for name, weights in service.drafts.items()) or "none"
         progress(f"ready: {service.weights}; drafts: {drafts}")
-        return
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _refuse(message: str) -> int:
