@@ -14,7 +14,6 @@ from pathlib import Path
 import structlog
 from sqlalchemy import select, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.audit import changes_since, latest_seq
 from ledger.billing import affordable_output, next_window
@@ -25,7 +24,8 @@ from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
 from ledger.journal.segments import SEGMENT_BYTES
 from ledger.leases import RETRY_AFTER_MS, Fenced, Leases, Slice
-from ledger.plans import Part, Plan, Spender, has_end_user_budgets, make_plan
+from ledger.plan_cache import PlanCache
+from ledger.plans import Part, Plan, Spender
 from ledger.prices import PriceBook
 from ledger.records import EpochClosed, Intent, Void
 from ledger.recovery import begin_epoch, recover
@@ -42,7 +42,6 @@ IDLE_MS = 30_000
 """A slice that nobody drew on for so long goes back to its account."""
 SWEEP_MS = 1_000
 MAX_ROUNDS = 8
-MAX_PLANS = 50_000
 
 
 def now_ms() -> int:
@@ -62,12 +61,8 @@ class Gate:
         self.moving: set[Hold] = set()
         """Streams whose latest progress is not journalled yet."""
         self.lost_epochs: list[str] = []
-        self._book = book
         self._seen = seen
-        self._plans: dict[tuple[str, str, str | None], Plan] = {}
-        self._teams_with_user_budgets: set[str] = set()
-        self._known_teams: set[str] = set()
-        self._making: dict[tuple[str, str, str | None], asyncio.Task[Plan]] = {}
+        self._plans = PlanCache(db, leases, book)
         self._open_holds = 0
         self._all_ended = asyncio.Event()
         self._closed = False
@@ -135,11 +130,7 @@ class Gate:
         trouble = self._failure or self.journal.unhealthy()
         if trouble is not None:
             raise LedgerUnavailable(trouble, RETRY_AFTER_MS)
-        spender = ask.spender
-        end_user = spender.end_user if spender.team_id in self._teams_with_user_budgets else None
-        plan = self._plans.get((spender.key_id, ask.model, end_user))
-        if plan is None or not plan.from_ms <= ask.at_ms < plan.until_ms:
-            plan = await self._plan(ask)
+        plan = self._plans.find(ask) or await self._plans.make(ask)
         if ask.idempotency_key is not None:
             await self._claim(ask)
         tokens = next_window(0, ask.max_output_tokens) if ask.streamed else ask.max_output_tokens
@@ -247,49 +238,6 @@ class Gate:
                 await self._release_claim(ask)
             raise
 
-    async def _plan(self, ask: Ask) -> Plan:
-        """Those who need the same plan at the same time share one trip to SQL."""
-        spender = ask.spender
-        key = (spender.key_id, ask.model, spender.end_user)
-        making = self._making.get(key)
-        if making is None:
-            making = self._making[key] = asyncio.get_running_loop().create_task(self._make_plan(ask))
-            making.add_done_callback(lambda _: self._making.pop(key, None))
-        plan = await asyncio.shield(making)
-        if plan.from_ms <= ask.at_ms < plan.until_ms:
-            return plan
-        return await self._make_plan(ask)  # another's was for the other side of a month or a price change
-
-    async def _make_plan(self, ask: Ask) -> Plan:
-        """Reads; writes only where a budget begins a new period."""
-        try:
-            async with self.db.read() as c:
-                plan = await self._plan_from(c, ask, writing=False)
-            if plan is None:
-                async with self.db.begin() as c:
-                    plan = await self._plan_from(c, ask, writing=True)
-        except LedgerUnavailable:
-            self.leases.failed()
-            raise
-        assert plan is not None
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        per_end_user = ask.spender.team_id in self._teams_with_user_budgets
-        self._plans[(ask.spender.key_id, ask.model, ask.spender.end_user if per_end_user else None)] = plan
-        return plan
-
-    async def _plan_from(self, c: AsyncConnection, ask: Ask, *, writing: bool) -> Plan | None:
-        team_id = ask.spender.team_id
-        if team_id not in self._known_teams:
-            if await has_end_user_budgets(c, team_id):
-                self._teams_with_user_budgets.add(team_id)
-            self._known_teams.add(team_id)
-        per_end_user = team_id in self._teams_with_user_budgets
-        book, leases = self._book, self.leases
-        return await make_plan(
-            c, leases, book, ask.spender, ask.model, ask.at_ms, per_end_user=per_end_user, writing=writing
-        )
-
     async def _claim(self, ask: Ask) -> None:
         try:
             await claim(self.db, ask, self.leases.slot_id, self.leases.epoch, self.clock())
@@ -330,11 +278,13 @@ class Gate:
                     for account_id in await leases.reread(c):
                         log.error("SQL lost a lease: not spent any more until it is back", account=account_id)
                 if any(change.subject_kind in ("price_version", "fx_rate", "team") for change in changes):
-                    self._book = await PriceBook.load(c, self.clock())
+                    self._plans.book = await PriceBook.load(c, self.clock())
             leases.down_since_ms = None
             self.journal.posted(cursor or 0)
-            self._forget_plans({change.team_id for change in changes})
-            self._seen = changes[-1].seq if changes else self._seen
+            if changes:
+                self._seen = changes[-1].seq
+                self._plans.forget({change.team_id for change in changes})
+                leases.hope_again()
             for slice in {*recalled, *self._idle_slices()}:
                 await leases.give_back(slice)
             await self._beat()
@@ -380,20 +330,6 @@ class Gate:
             log.warning("leases are kept until the next start", error=str(error))
         finally:
             await self.journal.close()
-
-    def _forget_plans(self, team_ids: set[str | None]) -> None:
-        if not team_ids:
-            return
-        self.leases.hope_again()
-        if None in team_ids:
-            self._plans.clear()
-            self._known_teams.clear()
-            self._teams_with_user_budgets.clear()
-            return
-        self._known_teams -= {team for team in team_ids if team is not None}
-        self._teams_with_user_budgets -= {team for team in team_ids if team is not None}
-        for key in [key for key, plan in self._plans.items() if plan.team_id in team_ids]:
-            del self._plans[key]
 
     def _idle_slices(self) -> list[Slice]:
         now, idle = self.clock(), []
