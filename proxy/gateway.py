@@ -51,7 +51,7 @@ from proxy.openai.errors import (
     upstream_timeout,
 )
 from proxy.openai.plain import NoAnswer
-from proxy.openai.requests import estimated_prompt_tokens
+from proxy.openai.requests import prompt_text
 from proxy.openai.usage import Counts, acceptance_rate
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
@@ -230,11 +230,12 @@ class Gateway:
             plain = run.dialect.plain(request.id, request.call, body)
         except NoAnswer as error:
             raise _broken(deployment, f"its answer is none: {error}") from error
+        counting = deployment.upstream.counting
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
         tokens = measured(
             told,
-            prompt_tokens=lambda: estimated_prompt_tokens(request.call.fields),
-            generated_tokens=plain.estimated_tokens if request.dialect.generates else lambda: 0,
+            prompt_tokens=lambda: counting.prompt_tokens(prompt_text(request.call.fields)),
+            generated_tokens=lambda: counting.answer_tokens(plain.text(), None) if request.dialect.generates else 0,
             reason="no_usage",
             absurd=plain.absurd,
         )
@@ -258,6 +259,8 @@ class Gateway:
     async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> None:
         call = run.request.call
         reader = run.dialect.reader(run.request.id, call)
+        if deployment.upstream.counting.needs_text:
+            reader.keep_text()
         answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:
@@ -265,23 +268,25 @@ class Gateway:
             if run.request.once is not None:
                 relay.recorder = Recorder(run.dialect.native)
             ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
-            await self._finish(run, ending, reader, relay)
+            await self._finish(run, deployment, ending, reader, relay)
         except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first
-            await self._finish(run, Ending("broken", shutting_down()), reader, relay)
+            await self._finish(run, deployment, Ending("broken", shutting_down()), reader, relay)
             raise
         finally:
             relay.leave()
 
-    async def _finish(self, run: Run, ending: Ending, reader: StreamReader, relay: Relay) -> None:
+    async def _finish(
+        self, run: Run, deployment: Deployment, ending: Ending, reader: StreamReader, relay: Relay
+    ) -> None:
         """Settle what was delivered, then let the client see the end."""
-        request = run.request
+        request, counting = run.request, deployment.upstream.counting
         told = reader.usage
         if told is None and not reader.delivered_deltas and ending.how in ("gone", "broken"):
             return await self._nothing(run, ending, reader)
         tokens = measured(
             told,
-            prompt_tokens=lambda: estimated_prompt_tokens(request.call.fields),
-            generated_tokens=lambda: reader.delivered_deltas,
+            prompt_tokens=lambda: counting.prompt_tokens(prompt_text(request.call.fields)),
+            generated_tokens=lambda: counting.answer_tokens(reader.text(), reader.delivered_deltas),
             reason="no_usage" if ending.how == "done" else ending.how,
             absurd=reader.absurd,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ledger.money import PICO_PER_UNIT, TOKENS_PER_PRICE
+from proxy.counting import counting_of
 from proxy.settings import Model, Price, Settings
 from proxy.settings_checks import BACKEND
 from proxy.upstream import Kind, Patience, Upstream
@@ -142,7 +143,7 @@ class Route:
 
 
 def build_upstreams(settings: Settings) -> dict[str, Upstream]:
-    """One client for each configured place, the local backend included."""
+    """One client for each configured place, the local backend included. Raises Invalid for a tokenizer that is none."""
     upstreams = {
         name: Upstream(
             name,
@@ -151,6 +152,7 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             Patience(item.connect_timeout_s, item.first_byte_timeout_s, item.idle_timeout_s, item.read_timeout_s),
             max_concurrency=item.max_concurrency,
             native=frozenset(item.native),
+            counting=counting_of(item.tokenizer),
         )
         for name, item in settings.upstreams.items()
     }

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from proxy.counting import Counting, RulesOfThumb
 from proxy.http1 import ConnectFailed, ConnectionLost, ConnectTimedOut, Origin, Response
 from proxy.openai.errors import ApiError, upstream_error, upstream_timeout
 
@@ -71,6 +72,7 @@ class Upstream:
         max_concurrency: int = 64,
         is_backend: bool = False,
         native: frozenset[str] = frozenset(),
+        counting: Counting | None = None,
     ) -> None:
         url = urlsplit(base_url)
         tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -79,6 +81,7 @@ class Upstream:
         self.patience = patience
         self.max_concurrency = max_concurrency
         self.is_backend = is_backend
+        self.counting = counting or RulesOfThumb()
         self.native = native
         """Dialects beside chat completions that it speaks itself."""
         self.up = True

@@ -75,6 +75,7 @@ class StreamReader:
         self._delivered = 0
         self._finishes = 0
         self._last_payload = b""
+        self._kept: list[bytes] | None = None
         self.usage: Counts | None = None
         self.absurd: bytes | None = None
         """A usage object that was not believed, as received."""
@@ -107,6 +108,8 @@ class StreamReader:
         """Count a piece as delivered (or as read, when nothing of it is). Returns the bytes for the client."""
         self._delivered += piece.tokens
         self._finishes += piece.finishes
+        if self._kept is not None and piece.tokens:
+            self._kept.append(self._last_payload)
         if piece.usage is not None:
             self.usage = piece.usage
             self.usage_is_final = not piece.out
@@ -122,6 +125,15 @@ class StreamReader:
     def has_spoken(self) -> bool:
         """Whether one chunk was understood."""
         return bool(self._last_payload)
+
+    def keep_text(self) -> None:
+        """From now on keep what is delivered, so that `text` can tell it."""
+        self._kept = []
+
+    def text(self) -> str:
+        """All that was delivered, joined; "" unless it was kept."""
+        pieces = (choice for payload in self._kept or () for choice in _decoder.decode(payload).choices or ())
+        return "".join(_text_of(choice) for choice in pieces)
 
     @property
     def delivered_deltas(self) -> int:
@@ -187,6 +199,13 @@ class StreamReader:
         del fields["usage"]
         end = event[len(event.rstrip(b"\r\n")) :]
         return b"data: " + msgspec.json.encode(fields) + (end or b"\n\n")
+
+
+def _text_of(choice: _Choice) -> str:
+    delta = choice.delta
+    raws = (choice.text,) if delta is None else (delta.content, delta.reasoning_content, delta.reasoning, delta.refusal)
+    values = [msgspec.json.decode(raw) for raw in raws if bytes(raw) not in _SAYS_NOTHING]
+    return "".join(value for value in values if isinstance(value, str))
 
 
 def _says_something(choice: _Choice) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy.openai.requests import BYTES_PER_BILLED_TOKEN, Fields
+from proxy.openai.requests import Fields
 from proxy.openai.usage import AbsurdUsage, Counts, read_usage
 
 _NULL = frozenset({b"", b"null"})
@@ -41,13 +41,14 @@ class PlainAnswer:
             except AbsurdUsage:
                 self.absurd = usage
 
-    def estimated_tokens(self) -> int:
-        """A cautious guess at what was generated, for upstreams that do not say: a token per six bytes of text."""
+    def text(self) -> str:
+        """All that was generated, joined, for upstreams that do not count it."""
+        texts: list[str] = []
         try:
-            text = _text_bytes(msgspec.json.decode(self._fields[self._results]))
+            _gather(msgspec.json.decode(self._fields[self._results]), texts)
         except (msgspec.MsgspecError, RecursionError):
-            return 0
-        return -(-text // BYTES_PER_BILLED_TOKEN)
+            return ""
+        return "".join(texts)
 
     def body(self, usage: bytes) -> bytes:
         """The answer with this usage object."""
@@ -55,14 +56,27 @@ class PlainAnswer:
         return msgspec.json.encode(self._fields)
 
 
-def _text_bytes(value: Any) -> int:
+_TOLD = (
+    "message",
+    "text",
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+)
+
+
+def _gather(value: Any, texts: list[str]) -> None:
     match value:
         case str():
-            return len(value.encode(errors="replace"))
+            texts.append(value)
         case list():
-            return sum(map(_text_bytes, value))
+            for item in value:
+                _gather(item, texts)
         case dict():
-            told = ("message", "text", "content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function")
-            return sum(_text_bytes(value.get(name)) for name in (*told, "name", "arguments"))
-        case _:
-            return 0
+            for name in _TOLD:
+                _gather(value.get(name), texts)

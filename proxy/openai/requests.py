@@ -21,8 +21,6 @@ MAX_CHOICES = 128
 MAX_END_USER_CHARS = 512
 BYTES_PER_ESTIMATED_TOKEN = 4
 """For limits: about what English has."""
-BYTES_PER_BILLED_TOKEN = 6
-"""For bills, where an upstream does not say: more than most texts have, so that nobody pays for more than was used."""
 _TEMPLATE_TOKENS = 64
 """Room for what a chat template adds by itself, such as a default system prompt."""
 _MEDIA_TOKENS = 4_096
@@ -255,30 +253,33 @@ def _beyond(data: str) -> int:
     return max(0, len(data) - _MEDIA_TOKENS)
 
 
-def estimated_prompt_tokens(fields: Fields) -> int:
-    """A cautious guess for upstreams that report nothing: a token per six bytes of text, at least one."""
-    text = 0
+def prompt_text(fields: Fields) -> str:
+    """All text of a prompt, joined, for upstreams that do not count it. Inline media and what cannot be read: none."""
+    texts: list[str] = []
     for name in ("messages", "prompt", "input"):
         if name in fields:
             try:
-                text += _text_bytes(msgspec.json.decode(fields[name]))
+                _gather(msgspec.json.decode(fields[name]), texts)
             except (msgspec.MsgspecError, RecursionError):
                 continue
-    return max(1, text // BYTES_PER_BILLED_TOKEN)
+    return "".join(texts)
 
 
-def _text_bytes(value: Any) -> int:
+def _gather(value: Any, texts: list[str]) -> None:
     match value:
         case str():
-            return 0 if value.startswith("data:") else len(value.encode(errors="replace"))
+            if not value.startswith("data:"):
+                texts.append(value)
+        case bool():
+            pass
         case int():
-            return BYTES_PER_BILLED_TOKEN  # a prompt of token ids
+            texts.append("token ")  # a prompt of token ids
         case list():
-            return sum(map(_text_bytes, value))
+            for item in value:
+                _gather(item, texts)
         case dict():
-            return sum(_text_bytes(value.get(name)) for name in ("content", "text", "input"))
-        case _:
-            return 0
+            for name in ("content", "text", "input"):
+                _gather(value.get(name), texts)
 
 
 def forward_body(call: Call, model: str, output_tokens: int | None, *, continuous_usage: bool) -> bytes:

@@ -15,7 +15,7 @@ from proxy.http1 import ConnectionLost
 from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError
 from proxy.openai.plain import NoAnswer, PlainAnswer
-from proxy.openai.requests import estimated_prompt_tokens, forward_body, parse_chat
+from proxy.openai.requests import forward_body, parse_chat, prompt_text
 from proxy.openai.sse import EventCutter
 from proxy.relay import Ending, Relay
 from proxy.upstream import Patience, UpstreamFailed
@@ -127,7 +127,7 @@ def test_what_passes_a_stream_is_what_came_less_usage_and_done(events: list[byte
 def test_any_plain_body_is_an_answer_or_none(body: bytes) -> None:
     with contextlib.suppress(NoAnswer):
         answer = PlainAnswer(body, "choices")
-        assert answer.estimated_tokens() >= 0
+        assert isinstance(answer.text(), str)
         json.loads(answer.body(b'{"prompt_tokens":1}'))
 
 
@@ -142,5 +142,5 @@ def test_any_request_is_forwarded_or_refused_with_400(fields: dict[str, Any]) ->
     else:
         refused = 400
         assert json.loads(forward_body(call, "other", 3, continuous_usage=True))["model"] == "other"
-        assert estimated_prompt_tokens(call.fields) >= 1
+        assert isinstance(prompt_text(call.fields), str)
     assert refused == 400
