@@ -6,10 +6,11 @@ Rolling back is lowering a number, so rejected tokens are never part of a slot's
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Collection, Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -83,14 +84,18 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU from calloc, which the system fills page by page as they are touched.
+    """Zeros; on a CPU from anonymous memory, which the system fills page by page as they are touched.
 
-    Zeros and not whatever was there: masked keys count 0 times their value, and 0 times NaN is NaN.
+    Zeros and not whatever was there: masked keys count 0 times their value, and 0 times NaN is NaN. Small pages,
+    because a slot's text touches a little of each head's place, and huge pages would make that all of it.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(numpy.zeros(size, dtype=numpy.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

@@ -16,7 +16,12 @@ _BUDGET_S = 2.0  # a busy machine measures fewer sizes less often, and starts in
 _REPEATS = 4
 
 
-def measure_steps(model: PackedModel, sizes: list[int], columns: int | None = None) -> StepCosts:
+def measure_steps(
+    model: PackedModel,
+    sizes: list[int],
+    columns: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCosts:
     """Seconds per pass, logits included, for each size; a size is spread over as many slots as it fills.
 
     Uses the slots' memory, and leaves them empty. columns: width of the logits that are used, None for all.
@@ -29,7 +34,7 @@ def measure_steps(model: PackedModel, sizes: list[int], columns: int | None = No
         for size in ordered:
             if time.perf_counter() - started > _BUDGET_S and len(points) >= 2:
                 break
-            seconds = _seconds(model, size, columns, warm=repeat == 0)
+            seconds = _seconds(model, size, columns, clock, warm=repeat == 0)
             points[size] = min(seconds, points.get(size, seconds))
     for slot in range(model.cache.slots):
         model.cache.truncate(slot, 0)
@@ -39,7 +44,7 @@ def measure_steps(model: PackedModel, sizes: list[int], columns: int | None = No
     return StepCosts.measured(points)
 
 
-def _seconds(model: PackedModel, size: int, columns: int | None, *, warm: bool) -> float:
+def _seconds(model: PackedModel, size: int, columns: int | None, clock: Callable[[], float], *, warm: bool) -> float:
     rows = min(size, model.cache.slots)
     counts = [size // rows + (row < size % rows) for row in range(rows)]
     start = min(_CONTEXT, model.cache.capacity - max(counts))
@@ -52,11 +57,11 @@ def _seconds(model: PackedModel, size: int, columns: int | None, *, warm: bool) 
 
     if warm:
         once()
-    return _timed(once)
+    return _timed(once, clock)
 
 
 @torch.inference_mode()
-def _timed(act: Callable[[], None]) -> float:
-    started = time.perf_counter()
+def _timed(act: Callable[[], None], clock: Callable[[], float]) -> float:
+    started = clock()
     act()
-    return time.perf_counter() - started
+    return clock() - started

@@ -78,7 +78,10 @@ class Pair:
 
 
 class Bench:
-    def __init__(self, tokenizer: Tokenizer, tokens: int, repeats: int) -> None:
+    """clock: seconds of the wall, or of this process's CPU time: with one thread the better one on a busy machine."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: int, repeats: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.tokens = tokens
         self.repeats = repeats
         self.prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
@@ -125,13 +128,13 @@ class Bench:
     def _ours(self, pair: Pair, row: Row, draft: str | None, fixed: int | None) -> float:
         engine = self.engine(pair, fixed)
         texts = self.prompts if row.batch > 1 else self.prompts[: 3 if self.repeats > 1 else 2]
-        started = time.perf_counter()
+        started = self.clock()
         for at in range(0, len(texts), row.batch):
             for i, prompt in enumerate(texts[at : at + row.batch]):
                 engine.add(Request(f"{at + i}", prompt, self.tokens, GREEDY, draft=draft))
             while not engine.idle:
                 engine.step()
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         if draft is not None:
             self._explain(pair, row, engine, draft)
         return len(texts) * self.tokens / seconds
@@ -153,7 +156,7 @@ class Bench:
     def _generate(self, pair: Pair, row: Row, options: dict[str, Any]) -> float:
         pair.reference.set_attn_implementation("sdpa")
         texts = self.prompts if row.batch > 1 else self.prompts[: 3 if self.repeats > 1 else 2]
-        started = time.perf_counter()
+        started = self.clock()
         for at in range(0, len(texts), row.batch):
             group = texts[at : at + row.batch]
             width = max(map(len, group))
@@ -168,7 +171,7 @@ class Bench:
                 pad_token_id=0,
                 **options,
             )
-        return len(texts) * self.tokens / (time.perf_counter() - started)
+        return len(texts) * self.tokens / (self.clock() - started)
 
     def _assisted(self, pair: Pair, row: Row, options: dict[str, Any]) -> float:
         pair.assistant.set_attn_implementation("sdpa")
@@ -191,7 +194,7 @@ class Bench:
         def send(user: int) -> None:
             left[user] -= 1
             name = f"{user}.{left[user]}"
-            started[name] = time.perf_counter()
+            started[name] = self.clock()
             prompt = self.prompts[(user + left[user]) % len(self.prompts)]
             engine.add(Request(name, prompt, self.tokens, GREEDY, draft=draft))
 
@@ -201,7 +204,7 @@ class Bench:
             for update in engine.step():
                 if update.finish_reason is not None:
                     name = update.sequence.request.id
-                    seconds.append(time.perf_counter() - started[name])
+                    seconds.append(self.clock() - started[name])
                     if left[int(name.split(".")[0])]:
                         send(int(name.split(".")[0]))
         return sorted(seconds)
@@ -215,7 +218,7 @@ def _constant(length: int) -> dict[str, Any]:
     }
 
 
-def bundled_pair(directory: Path, dtype: torch.dtype) -> Pair:
+def bundled_pair(bench: Bench, directory: Path, dtype: torch.dtype) -> Pair:
     """The bundled target with everything that ships: n-gram lookup, and the distilled head where it is checked in."""
     from backend.demo.draft import load_demo_draft
     from backend.head_draft import HeadDraft
@@ -228,7 +231,7 @@ def bundled_pair(directory: Path, dtype: torch.dtype) -> Pair:
         head = HeadDraft(load_demo_draft(model, BUNDLED_DRAFT), "bundled")
         head.calibrate(StepCosts.measured({rows: head.measure(rows) for rows in (1, 2, 4, 8)}))
         drafts["bundled"] = head
-    return Pair("bundled pair", target, drafts, measure_steps(target, _SIZES), model)
+    return Pair("bundled pair", target, drafts, measure_steps(target, _SIZES, clock=bench.clock), model)
 
 
 _SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 24, 40, 72]
@@ -245,10 +248,12 @@ def dialled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float
     assistant = load_model(directory, dtype, CPU)
     assistant.model.layers = assistant.model.layers[:layers]
     assistant.config.num_hidden_layers = layers
-    pair = Pair(f"dialled pair, rest × {scale}", target, {}, measure_steps(target, _SIZES), model, assistant)
+    pair = Pair(
+        f"dialled pair, rest × {scale}", target, {}, measure_steps(target, _SIZES, clock=bench.clock), model, assistant
+    )
     hot = bench.hot_tokens(pair)
     draft = ModelDraft(PackedModel(assistant, slots=8, capacity=1024, head_rows=hot), "first layers", 1 << 30, hot)
-    draft.calibrate(measure_steps(draft.model, [1, 2, 4, 8]))
+    draft.calibrate(measure_steps(draft.model, [1, 2, 4, 8], clock=bench.clock))
     pair.drafts["draft"] = draft
     return pair
 
@@ -302,16 +307,18 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; for one thread on a busy machine")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     directory = resolve_weights("demo", given.data_dir)
     dtype = choose_dtype(given.dtype, CPU)
     tokens, repeats = (24, 1) if given.quick else (64, 3)
-    bench = Bench(load_tokenizer(directory), tokens, repeats)
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    bench = Bench(load_tokenizer(directory), tokens, repeats, clock)
     result: dict[str, Any] = {"dtype": str(dtype), "threads": torch.get_num_threads(), "tokens": tokens, "pairs": {}}
     print(f"{dtype}, {torch.get_num_threads()} threads, {tokens} tokens an answer, median of {repeats}")
-    makers: list[Callable[[], Pair]] = [partial(bundled_pair, directory, dtype)]
+    makers: list[Callable[[], Pair]] = [partial(bundled_pair, bench, directory, dtype)]
     makers += [partial(dialled_pair, bench, directory, dtype, scale, 2) for scale in (0.001, 0.005)]
     for make in makers:
         pair = make()
