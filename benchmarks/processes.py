@@ -79,9 +79,13 @@ class Process:
 
 
 def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    """Whether an HTTP server there answers at all; an open port alone may belong to one that is still starting."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as probe:
+            probe.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            return probe.recv(16).startswith(b"HTTP/1.1 ")
+    except OSError:
+        return False
 
 
 def fdatasync_ms(folder: Path, times: int = 50) -> float:
