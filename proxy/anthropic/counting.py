@@ -10,6 +10,7 @@ from policies.refusal import Refusal
 from proxy.anthropic.dialect import MESSAGES
 from proxy.anthropic.request import parse_count
 from proxy.asgi import JSON, ClientGone, Receive, Reply, Scope, Send, headers_of, read_body, refuse_packed_body
+from proxy.counting import Counting
 from proxy.ids import RequestIds, now_ms
 from proxy.openai.errors import (
     ApiError,
@@ -45,8 +46,11 @@ class CountTokens:
             known = as_api_error(error)
             await reply.whole(known.status, MESSAGES.error_body(known), [JSON, *known.headers()])
         else:
-            told = {"input_tokens": estimated_tokens(call), "tallygate": {"estimated": True}}
+            told = {"input_tokens": self._estimate(call), "tallygate": {"estimated": True}}
             await reply.whole(200, msgspec.json.encode(told), [JSON])
+
+    def _estimate(self, call: Call) -> int:
+        return estimated_tokens(call, self._worker.routes[call.model].deployments[0].upstream.counting)
 
     async def _understand(self, scope: Scope, receive: Receive) -> Call:
         """The request of someone who may ask this model. Raises ApiError, Refusal, LedgerError, ClientGone."""
@@ -61,17 +65,23 @@ class CountTokens:
         return call
 
 
-def estimated_tokens(call: Call) -> int:
-    """Of messages, system and tools: a token per four bytes of text, and something for each message and medium."""
-    texts = media = 0
+def estimated_tokens(call: Call, counting: Counting) -> int:
+    """Of messages, system and tools: by the upstream's own tokenizer where we have it, else a token per four bytes;
+    and something for each message and medium."""
+    texts, media = [bytes(call.fields.get("tools", b"")).decode(errors="replace")], 0
     messages = msgspec.json.decode(call.fields["messages"])
     for message in messages:
         content = message.get("content") or ""
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if part["type"] == "text":
-                texts += len(part["text"].encode(errors="replace"))
+                texts.append(part["text"])
             else:
                 media += 1
-        texts += len(msgspec.json.encode(message.get("tool_calls", ()))) if "tool_calls" in message else 0
-    texts += len(call.fields.get("tools", b""))
-    return -(-texts // BYTES_PER_ESTIMATED_TOKEN) + TOKENS_PER_MESSAGE * len(messages) + TOKENS_PER_MEDIUM * media
+        if "tool_calls" in message:
+            texts.append(msgspec.json.encode(message["tool_calls"]).decode())
+    text = "".join(texts)
+    if counting.needs_text:
+        tokens = counting.prompt_tokens(text)
+    else:
+        tokens = -(-len(text.encode(errors="replace")) // BYTES_PER_ESTIMATED_TOKEN)
+    return tokens + TOKENS_PER_MESSAGE * len(messages) + TOKENS_PER_MEDIUM * media

@@ -66,6 +66,10 @@ class NativeMessage(PlainAnswer):
         except (AbsurdUsage, msgspec.MsgspecError, OverflowError):
             self.absurd = bytes(raw)
 
+    def text(self) -> str:
+        blocks = msgspec.json.decode(self._fields["content"])
+        return "".join(_said(block) for block in blocks) if isinstance(blocks, list) else ""
+
     def body(self, usage: bytes) -> bytes:
         return super().body(msgspec.json.encode({**self._told, **usage_of(usage)}))
 
@@ -125,6 +129,9 @@ class NativeMessageReader(StreamReader):
     def error_event(self, error: ApiError) -> bytes:
         return error_event(error)
 
+    def text(self) -> str:
+        return "".join(_said(msgspec.json.decode(payload).get("delta")) for payload in self._kept or ())
+
     def _counts_of(self, usage: Any, *, final: bool) -> Counts | None:
         """Later events tell only what has changed."""
         if not isinstance(usage, dict):
@@ -135,3 +142,12 @@ class NativeMessageReader(StreamReader):
         except (AbsurdUsage, OverflowError):
             self.absurd = msgspec.json.encode(usage)
             return None
+
+
+def _said(block: Any) -> str:
+    """What a block or a delta says, as text."""
+    if not isinstance(block, dict):
+        return ""
+    given = msgspec.json.encode(block["input"]).decode() if isinstance(block.get("input"), dict) else None
+    parts = (block.get("text"), block.get("thinking"), block.get("name"), block.get("partial_json"), given)
+    return "".join(part for part in parts if isinstance(part, str))

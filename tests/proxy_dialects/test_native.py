@@ -11,6 +11,10 @@ import anthropic
 import openai
 import pytest
 
+from proxy.anthropic.native import NativeMessage, NativeMessageReader
+from proxy.anthropic.request import parse_messages
+from proxy.openai.responses.native import NativeResponseReader
+from proxy.openai.responses.request import parse_responses
 from tests.proxy.serving import PRICE, Gateway, configuration
 from tests.proxy_dialects.test_money import BODIES, DELTAS, events, read_some, request_id
 from tests.upstream.process import FakeUpstream
@@ -168,3 +172,21 @@ def test_a_fallback_may_speak_another_dialect(gateway: Gateway, upstream: FakeUp
     with gateway.http() as http:
         answer = http.post(path, json={"model": "mixed", **BODIES[path]})
     assert (answer.status_code, upstream.entries()[-1]["path"]) == (200, f"/v1{path}")
+
+
+def test_a_local_tokenizer_can_count_what_native_upstreams_do_not_report() -> None:
+    responses = NativeResponseReader(parse_responses(b'{"model":"m","input":"x"}'))
+    messages = NativeMessageReader(
+        parse_messages(b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"x"}]}')
+    )
+    deltas: list[tuple[Any, list[dict[str, Any]]]] = [
+        (responses, [{"type": "response.output_text.delta", "delta": word} for word in ("one ", "two")]),
+        (messages, [{"type": "content_block_delta", "delta": {"text": word}} for word in ("one ", "two")]),
+    ]
+    for reader, told in deltas:
+        reader.keep_text()
+        for event in told:
+            reader.accept(reader.read(b"data: " + json.dumps(event).encode() + b"\n\n"))
+        assert (reader.text(), reader.delivered_deltas) == ("one two", 2)
+    content = [{"type": "text", "text": "one "}, {"type": "tool_use", "name": "two", "input": {"n": 1}}]
+    assert NativeMessage(json.dumps({"type": "message", "content": content}).encode()).text() == 'one two{"n":1}'

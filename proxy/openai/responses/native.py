@@ -121,6 +121,10 @@ class NativeResponseReader(StreamReader):
             {"type": "response.failed", "sequence_number": self._number + 2, "response": failed}
         )
 
+    def text(self) -> str:
+        deltas = (msgspec.json.decode(payload).get("delta") for payload in self._kept or ())
+        return "".join(delta for delta in deltas if isinstance(delta, str))
+
     def _remember(self, told: Object) -> None:
         """What an end of our own would have to tell."""
         if isinstance(told.get("sequence_number"), int):
