@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -74,6 +75,9 @@ class _EngineCollector:
             "queue_depth": scheduler.waiting,
             "tokens_per_pass": totals.generated_tokens / max(1, totals.target_passes),
         }
+        utilization = _device_utilization(self._engine.target.device)
+        if utilization is not None:
+            gauges["device_utilization"] = utilization
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"tallygate_backend_{name}", name.replace("_", " "), value=value)
         yield from self._by_draft()
@@ -89,6 +93,16 @@ class _EngineCollector:
         for name, positions in (("tested_at", totals.tested_at), ("accepted_at", totals.accepted_at)):
             rows = (((draft, str(at)), n) for (draft, at), n in dict(positions).items())
             yield _labelled(f"tallygate_backend_{name}", ["draft", "position"], rows)
+
+
+def _device_utilization(device: torch.device) -> float | None:
+    """Share of the last sample period in which the GPU computed, by NVML; None on a CPU or without NVML."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # NVML or its Python binding is missing: the other metrics matter more
+        return None
 
 
 def _labelled(name: str, labels: list[str], rows: Iterable[tuple[tuple[str, ...], float]]) -> Metric:

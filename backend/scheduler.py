@@ -80,7 +80,7 @@ class Scheduler:
         """Seat who can be seated, and share the round's prompt tokens out, oldest first."""
         self._admit()
         decoding = [s for s in self.running if not s.prefilling]
-        budget = self.chunk_tokens
+        budget = max(32, self.chunk_tokens // 4) if decoding else self.chunk_tokens  # nobody's stream stalls for long
         chunks = []
         for sequence in self.running:
             if sequence.prefilling and budget > 0:

@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, help="per answer (default: 64, quick 24)")
+    parser.add_argument("--repeats", type=int, help="default: 3, quick 1")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; for one thread on a busy machine")
     given = parser.parse_args()
@@ -314,6 +316,7 @@ def main() -> None:
     directory = resolve_weights("demo", given.data_dir)
     dtype = choose_dtype(given.dtype, CPU)
     tokens, repeats = (24, 1) if given.quick else (64, 3)
+    tokens, repeats = given.tokens or tokens, given.repeats or repeats
     clock = time.process_time if given.cpu_time else time.perf_counter
     bench = Bench(load_tokenizer(directory), tokens, repeats, clock)
     result: dict[str, Any] = {"dtype": str(dtype), "threads": torch.get_num_threads(), "tokens": tokens, "pairs": {}}
