@@ -172,7 +172,11 @@ def _sqlite_engine(url: URL, pool_size: int) -> AsyncEngine:
     if not directory.is_dir():
         raise LedgerUnavailable(f"the directory of the database does not exist: {directory}; create it first")
     engine = create_async_engine(
-        url, pool_size=pool_size, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000}
+        url,
+        pool_size=pool_size,
+        max_overflow=0,
+        hide_parameters=True,  # errors are logged: kept answers, end users and key hashes are not
+        connect_args={"timeout": BUSY_TIMEOUT_MS / 1000},
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
@@ -213,6 +217,7 @@ def _postgresql_engine(url: URL, pool_size: int, command_timeout_s: float | None
         url,
         pool_size=pool_size,
         max_overflow=0,
+        hide_parameters=True,  # as above
         pool_pre_ping=True,
         pool_timeout=BUSY_TIMEOUT_MS / 1000,
         connect_args={

@@ -16,7 +16,9 @@ def configure_logging(level: int = logging.INFO) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     terminal = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if terminal:  # not structlog's own choice: where Rich is installed that prints local variables, prompts and keys
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     errors: list[structlog.typing.Processor] = [] if terminal else [structlog.processors.format_exc_info]
     structlog.configure(
         processors=[*shared, *errors, renderer],
