@@ -80,6 +80,7 @@ class Engine:
         self.scheduler = Scheduler(target.cache, queue_limit=queue_limit, chunk_tokens=chunk_tokens)
         self.totals = Totals()
         self._decode = decode
+        self._typical_s = 1.0  # how long a request holds a slot, smoothed
         self._noise = Noise(target.vocabulary, target.device)
         if fixed_rounds is None:
             fixed_rounds = target.device.type == "cuda"
@@ -104,8 +105,12 @@ class Engine:
             raise BadRequest(f"no draft is called {request.draft}", param="X-Draft-Model")
         room = capacity - len(request.prompt)
         sequence = Running(replace(request, max_tokens=min(request.max_tokens, room)), self._decode)
-        self.scheduler.add(sequence)
+        self.scheduler.add(sequence, self._retry_after_s())
         return sequence
+
+    def _retry_after_s(self) -> float:
+        """When a place in the queue should be free: a typical request's time over the slots."""
+        return min(60.0, max(1.0, self._typical_s / self.target.cache.slots))
 
     def cancel(self, sequence: Running) -> Update | None:
         """End a request now; what it had generated is in the update. None when it was over already."""
@@ -249,6 +254,7 @@ class Engine:
             sequence.hidden = row.hidden[len(tokens) - 1]
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
+            self._typical_s += 0.1 * (time.monotonic() - sequence.started_s - self._typical_s)
         return sequence.take_update()
 
     def _account(self, sequence: Running, drafted: list[int], agreed: int, kept: int) -> None:

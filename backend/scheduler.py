@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -109,6 +110,7 @@ class Scheduler:
         slot = self._cache.choose_free(self._free, sequence.tokens)
         self._free.remove(slot)
         sequence.slot = slot
+        sequence.started_s = time.monotonic()
         sequence.computed = sequence.cached_tokens = self._cache.claim(slot, sequence.tokens)
         self.running.append(sequence)
 

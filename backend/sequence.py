@@ -86,7 +86,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.tracker = AcceptanceTracker()
         self.arrived_s = time.monotonic()
-        self.started_s: float | None = None
+        self.started_s = self.arrived_s  # when it got its slot
         self.first_token_s: float | None = None
         self._pending: list[tuple[int, int, TokenLogprobs]] = []
         self._prompt_set: frozenset[int] | None = None

@@ -211,8 +211,8 @@ async def _whole_answer(
     async def collect() -> str | None:
         async for choice, update in answer.updates():
             writer.add(choice, update)
-            if update.error is not None:
-                return update.error
+            if update.error is not None or update.finish_reason == "cancelled":
+                return update.error or "the backend is stopping"
         return None
 
     collecting = asyncio.ensure_future(collect())

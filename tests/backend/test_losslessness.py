@@ -77,3 +77,29 @@ def test_any_length_batch_and_arrival_order_gives_the_same_sampled_text(length: 
     arrivals = [(i * 7) % 11 for i in range(len(texts))]
     found = {key: generated(s) for key, s in run(engine, speculative, arrivals).items()}
     assert found == plain
+
+
+@pytest.mark.parametrize("fixed", [4, None])
+def test_cancels_beside_it_do_not_change_an_answer(fixed: int | None) -> None:
+    model = random_model("qwen2")
+    texts = prompts(9, seed=3)
+    plain = {
+        key: generated(s)
+        for key, s in run(
+            build_engine(model, slots=1), [Request(str(i), p, 20, sampled(i)) for i, p in enumerate(texts)]
+        ).items()
+    }
+    drafts: dict[str, Draft] = {"near": model_draft(near_copy(model, "qwen2")), "perfect": ScriptedDraft(plain)}
+    engine = build_engine(model, drafts, slots=3, fixed=fixed, chunk=16)
+    names = ("near", "perfect", None)
+    sequences = [engine.add(Request(str(i), p, 20, sampled(i), draft=names[i % 3])) for i, p in enumerate(texts)]
+    for step in range(400):
+        if step % 3 == 2 and step // 3 < len(sequences) and step // 3 % 2:
+            engine.cancel(sequences[step // 3])
+        engine.step()
+    assert engine.idle
+    survivors = [s for s in sequences if s.finish_reason == "length"]
+    assert len(survivors) >= 5
+    assert all(generated(s) == plain[s.request.id] for s in survivors)
+    for cut in sequences:
+        assert generated(cut) == plain[cut.request.id][: cut.generated_tokens]
