@@ -117,6 +117,7 @@ class Gate:
         gate = cls(db, journal, Leases(db, slot_id, epoch, journal_uuid, clock), book, seen, clock)
         gate.lost_epochs = lost
         gate._ticker = asyncio.get_running_loop().create_task(gate._journal_progress())
+        await gate.refresh()  # how many slots share the accounts
         return gate
 
     # -- a request ---------------------------------------------------------------------------------------------------

@@ -142,13 +142,11 @@ class Leases:
             slice.refill.add_done_callback(_forget_failure)
 
     async def give_back(self, slice: Slice, amount_pico: int | None = None) -> int:
-        """Return what nobody has drawn (all of it by default). Clears a recall, also when there is nothing to
-        return."""
+        """Return what nobody has drawn, all of it by default. Clears a recall, also with nothing to return."""
         return await asyncio.shield(self._spawn(self._give_back(slice, amount_pico)))
 
     async def recall(self, account_id: str) -> bool:
-        """Ask the other slots for what lies idle there, and wait a bounded moment. True: something is free in SQL
-        now."""
+        """Ask the other slots for what lies idle there; wait a bounded moment. True: something is free in SQL now."""
         if self._clock() < self._recalled_in_vain_until_ms.get(account_id, 0):
             return False
         running = self._recalls.get(account_id)
@@ -171,14 +169,14 @@ class Leases:
     async def reread(self, c: AsyncConnection) -> list[str]:
         """After a reconnect: believe SQL, not memory. Returns the accounts whose lease is smaller there than here (a
         fail-over lost commits): their free amount shrinks, below zero if need be, and so they stop being spent."""
+        revisions = {slice.account_id: slice.revision for slice in self.slices.values()}
         rows = {row.account_id: row for row in await c.execute(select(leases).where(self._mine()))}
         lost = []
         for slice in list(self.slices.values()):
-            if slice.lock.locked():
-                continue
-            row = rows.get(slice.account_id)
+            if slice.lock.locked() or revisions.get(slice.account_id) != slice.revision:
+                continue  # an operation of ours is under way, or was while we read: it knows better
             before = slice.taken - slice.returned
-            _adopt(slice, row)
+            _adopt(slice, rows.get(slice.account_id))
             if slice.taken - slice.returned < before:
                 lost.append(slice.account_id)
         return lost

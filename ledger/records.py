@@ -1,8 +1,8 @@
 """What the journal says: the records of a request's life, as plain immutable values.
 
 `INTENT → PROGRESS* → ANSWER? → SETTLE | VOID`. A SETTLE is complete: it carries the usage row and the final split of
-its price over accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are MessagePack
-arrays in field order: new fields go to the end, with a default.
+its price over accounts, so whoever reads it (the poster, the proof, an auditor) decides nothing. Records are
+MessagePack arrays in field order: new fields go to the end, with a default.
 """
 
 from __future__ import annotations

@@ -90,9 +90,10 @@ async def test_an_idle_slice_returns_after_a_while(house: House) -> None:
 
     gate = await house.gate(clock=later)
     await run(gate, house.ask())
+    clock[0] = 2_000
     await gate.refresh()
     assert await house.leased() > PRICE
-    clock[0] = 31_000
+    clock[0] = 34_000
     await gate.refresh()
     assert await house.leased() == PRICE  # spent, and not posted yet
     await proven(house)
