@@ -15,7 +15,7 @@ from ledger.money import format_amount
 from ledger.usage import UsageFilter
 from policies.access import Principal, check_access
 from proxy.admin.endpoints import Listing, Paging
-from proxy.admin.input import describe
+from proxy.admin.input import describe, refuse_nul
 from proxy.admin.times import Instant, parse_instant
 from proxy.admin.usage import UsageAnswer, UsageSumAnswer
 from proxy.auth import bearer
@@ -98,6 +98,7 @@ class Account:
 
 def _query(request: Request) -> UsageQuery:
     """Raises ApiError 400."""
+    refuse_nul(request.query_params.values())
     try:
         return msgspec.convert(dict(request.query_params), UsageQuery, strict=False)
     except msgspec.ValidationError as error:

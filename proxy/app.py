@@ -74,7 +74,6 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> S
             ApiError: _answer,
             LedgerError: _answer,
             Refusal: _answer,
-            Exception: _failed,
         },
     )
     app.state.worker = worker
@@ -120,7 +119,8 @@ class Generating:
 
 
 class RequestId:
-    """Puts `x-request-id` on every answer; the generating routes do that themselves."""
+    """Puts `x-request-id` on every answer, also on the 500 for what nobody expected, which Starlette would make outside
+    of all middleware. The generating routes do it themselves."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -130,14 +130,23 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = self._ids.new(now_ms()).encode()
+        request_id = self._ids.new(now_ms())
+        begun = False
 
         async def send_with_id(message: Any) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+                begun = True
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log.error("request_failed", request_id=request_id, path=scope["path"], exc_info=error)
+            if begun:
+                raise
+            await error_response(internal_error())(scope, receive, send_with_id)
 
 
 def error_response(error: ApiError) -> Response:
@@ -148,11 +157,6 @@ def error_response(error: ApiError) -> Response:
 
 async def _answer(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    log.error("request_failed", path=request.url.path, exc_info=error)
-    return error_response(internal_error())
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from proxy.openai.errors import ApiError, invalid, too_large
+from proxy.openai.errors import invalid, too_large
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -96,9 +96,6 @@ class Reply:
 
     async def end(self, data: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": data})
-
-    async def refuse(self, error: ApiError) -> None:
-        await self.whole(error.status, error.body(), [JSON, *error.headers()])
 
 
 def refuse_packed_body(headers: dict[bytes, bytes]) -> None:

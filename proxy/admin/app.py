@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from ledger.errors import Conflict, Invalid, LedgerError, NotFound
 from ledger.money import MoneyError
 from proxy.admin.endpoints import Call, Document, Endpoint, Installation
 from proxy.admin.idempotency import IdempotentCall
-from proxy.admin.input import MAX_BODY_BYTES, decode_body, decode_query
+from proxy.admin.input import MAX_BODY_BYTES, decode_body, decode_query, refuse_nul
 from proxy.admin.openapi import openapi_document
 from proxy.admin.resources import ENDPOINTS
 from proxy.admin.tokens import Caller, authenticate
@@ -80,6 +80,7 @@ class _Route:
         if endpoint is None:
             raise method_not_allowed(request.method, request.url.path, ", ".join(self._methods))
         _check_role(endpoint, caller)
+        refuse_nul([*request.path_params.values(), *request.query_params.values()])
         query = decode_query(endpoint, request.query_params.multi_items())
         raw = await _read(request)
         body = decode_body(endpoint, raw)
@@ -185,8 +186,3 @@ async def _nothing_there(request: Request, _: Exception) -> Response:
 async def _wrong_method(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "GET")
     return error_response(method_not_allowed(request.method, request.url.path, allowed))
-
-
-def endpoints() -> Sequence[Endpoint]:
-    """All of them, for whoever documents or tests the API."""
-    return ENDPOINTS

@@ -20,6 +20,12 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 
 
+def refuse_nul(texts: Iterable[str]) -> None:
+    """Raises ApiError 400 for the one character that PostgreSQL keeps in no text."""
+    if any("\0" in text for text in texts):
+        raise invalid("no text may hold the character NUL")
+
+
 def decode_query(endpoint: Endpoint, items: Iterable[tuple[str, str]]) -> Any:
     """The query as the endpoint's struct. Raises ApiError 400."""
     given: dict[str, str] = {}
@@ -49,6 +55,8 @@ def decode_body(endpoint: Endpoint, raw: bytes) -> Any:
         if not endpoint.body_optional:
             raise invalid("a JSON body is needed")
         raw = b"{}"
+    if b"\\u0000" in raw:
+        refuse_nul(["\0"])
     try:
         return msgspec.json.decode(raw, type=endpoint.body)
     except msgspec.ValidationError as error:

@@ -230,6 +230,16 @@ def test_every_change_is_in_the_audit_chain_with_who_and_why(admin: Admin) -> No
     assert newest["previous_hash"] == first["hash"]
 
 
+def test_a_nul_is_refused_wherever_it_stands(admin: Admin) -> None:
+    """PostgreSQL keeps it in no text: it must not become a 500 there."""
+    for answer in (
+        admin.client.post("/teams", json={"name": "a\0b"}),
+        admin.client.get("/teams/a%00b"),
+        admin.client.get("/usage", params={"model": "a\0b"}),
+    ):
+        assert "NUL" in str(error(answer, 400)["message"])
+
+
 def test_the_openapi_document_describes_every_path_that_is_served(admin: Admin) -> None:
     document = httpx.get(f"{admin.url}/openapi.json").json()
     assert document["openapi"] == "3.1.0"
