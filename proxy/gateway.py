@@ -250,9 +250,6 @@ class Gateway:
             return await read_all(answer)
         except ConnectionLost as error:
             raise _broken(deployment, str(error)) from error
-        except BaseException:
-            answer.close()
-            raise
 
     # The answer as it comes
 

@@ -20,6 +20,9 @@ HIGH_WATER_BYTES = 256 * 1024
 IDLE_SECONDS = 4.0
 """Below the keep-alive of common servers (uvicorn and node: 5 s): a request seldom meets a closing connection."""
 
+STALE_WITHIN_S = 1.0
+"""A server that had closed a kept connection before we wrote to it says so within a round trip."""
+
 
 class ConnectFailed(Exception):
     """No connection: nothing was sent, so another try costs nothing."""
@@ -251,16 +254,18 @@ class Origin:
     async def send(self, head: bytes, body: bytes) -> Response:
         """Send one request; return when the status and the header fields of its answer are in.
 
-        Raises ConnectFailed (nothing was sent) or ConnectionLost. A kept connection that the server closed without one
-        byte of an answer is replaced once. Cancelling closes the connection.
+        Raises ConnectFailed (nothing was sent) or ConnectionLost. A kept connection that turns out to be closed is
+        replaced once; one that breaks later is not, because the request may have been served in part by then.
+        Cancelling closes the connection.
         """
         kept = self._take()
         if kept is not None:
             response = kept.send(head, body)
+            stale_until = time.monotonic() + STALE_WITHIN_S
             try:
                 await response.head()
             except ConnectionLost:
-                if response.touched:
+                if response.touched or time.monotonic() > stale_until:
                     raise
             except BaseException:
                 kept.abort()

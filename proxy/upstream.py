@@ -51,7 +51,8 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. `total` runs from the start of the request, over all attempts; a plain answer is one long first byte."""
+    """Seconds. `total` is for each deployment that is asked, waiting for its turn included; a plain answer is one long
+    first byte."""
 
     connect: float = 10.0
     first_byte: float = 60.0
@@ -174,16 +175,20 @@ class Inflated:
 
 
 async def read_all(answer: Answer, limit_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-    """The whole body. Raises ConnectionLost, also when it is larger than the limit."""
-    first = await answer.chunk()
-    parts = [first]
-    total = len(first)
-    while part := await answer.chunk():
-        parts.append(part)
-        total += len(part)
-        if total > limit_bytes:
-            answer.close()
-            raise ConnectionLost(f"the answer is larger than {limit_bytes} bytes")
+    """The whole body. Raises ConnectionLost, also when it is larger than the limit. Unless it is read to its end, for
+    whatever reason, its connection is closed."""
+    try:
+        first = await answer.chunk()
+        parts = [first]
+        total = len(first)
+        while part := await answer.chunk():
+            parts.append(part)
+            total += len(part)
+            if total > limit_bytes:
+                raise ConnectionLost(f"the answer is larger than {limit_bytes} bytes")
+    except BaseException:
+        answer.close()
+        raise
     return first if len(parts) == 1 else b"".join(parts)
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from proxy.http1 import ConnectionLost
+from proxy.http1 import STALE_WITHIN_S, ConnectionLost
 from proxy.upstream import Answer, Patience, Upstream, UpstreamFailed, failure_of, read_all
 from tests.services import free_port
 from tests.upstream.process import FakeUpstream
@@ -107,6 +107,72 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced(upstream: Fa
     upstream.start()
     assert (await ask(client)).status == 200
     client.close()
+
+
+class Scripted:
+    """A server that answers each request with the next of some bytes and then waits: None closes after a while."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self._answers = list(answers)
+        self.requests = 0
+        self.hangups = asyncio.Event()
+
+    async def __aenter__(self) -> Upstream:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self._client = Upstream("scripted", f"http://127.0.0.1:{port}/v1", None, Patience())
+        return self._client
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._client.close()
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while self._answers:
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break
+            self.requests += 1
+            answer = self._answers.pop(0)
+            if answer is None:
+                await asyncio.sleep(STALE_WITHIN_S + 0.2)
+                break
+            writer.write(answer)
+        else:
+            await reader.read()
+            self.hangups.set()
+        writer.close()
+
+
+SHORT = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+async def test_a_kept_connection_that_breaks_during_the_generation_never_starts_a_second_one() -> None:
+    server = Scripted(SHORT, None, SHORT)
+    async with server as client:
+        await read_all(await client.post(b"/x", b""))
+        with pytest.raises(UpstreamFailed) as caught:
+            await client.post(b"/x", b"")
+        assert caught.value.kind == "broken"
+        assert server.requests == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 500 Oops\r\ncontent-length: 100\r\n\r\nhalf an error page",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 100\r\n\r\nthis is no gzip at all",
+    ],
+    ids=["stalls", "damaged"],
+)
+async def test_a_body_that_is_given_up_takes_its_connection_with_it(answer: bytes) -> None:
+    server = Scripted(answer)
+    async with server as client:
+        with pytest.raises((TimeoutError, ConnectionLost)):
+            async with asyncio.timeout(0.2):
+                await read_all(await client.post(b"/x", b""))
+        await asyncio.wait_for(server.hangups.wait(), 1)
 
 
 def test_the_callers_own_mistakes_pass_through_and_credentials_of_ours_do_not() -> None:
