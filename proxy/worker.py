@@ -161,7 +161,11 @@ class Worker:
         while True:
             if self.gateway is None:
                 await asyncio.sleep(RETRY_S)
-                await self._try_to_open()
+                try:
+                    await self._try_to_open()
+                except Exception as error:  # nothing that trying again could heal: readiness says what it is
+                    self._failure = str(error)
+                    raise
             else:
                 await asyncio.sleep(REFRESH_S)
                 await self._refresh()
@@ -176,6 +180,8 @@ class Worker:
             self._refreshed_at = time.monotonic()
         except LedgerError as error:
             log.warning("refresh_failed", reason=str(error))
+        except Exception as error:  # whatever it is, a key blocked from now on must still be seen
+            log.error("refresh_failed", exc_info=error)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

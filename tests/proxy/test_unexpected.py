@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
+import openai
+from sqlalchemy import text
+
+from ledger import keys
+from ledger.audit import By
 from proxy.app import RequestId
+from tests.proxy.serving import Gateway, configuration
+from tests.services import wait_until
 
 
 async def _fails(scope: Any, receive: Any, send: Any) -> None:
@@ -26,3 +35,27 @@ async def test_an_unexpected_failure_is_a_500_in_our_shape_whose_request_id_is_i
     assert b"what a user" not in body["body"]
     (request_id,) = [value for name, value in start["headers"] if name == b"x-request-id"]
     assert request_id.decode() in capfd.readouterr().out
+
+
+def test_a_key_blocked_after_the_database_said_something_odd_is_still_refused(tmp_path: Path) -> None:
+    with Gateway(tmp_path, configuration({"nobody": "http://127.0.0.1:9/v1"})) as gateway:
+        gateway.client().models.list()
+        worker = gateway.app.state.worker
+        gateway.ledger(lambda c: c.execute(text("ALTER TABLE audit RENAME TO hidden")))
+        wait_until(lambda: time.monotonic() - worker._refreshed_at > 0.6, 10, "a refresh that fails")
+        gateway.ledger(lambda c: c.execute(text("ALTER TABLE hidden RENAME TO audit")))
+
+        async def block(c: Any) -> None:
+            (key,) = (await keys.list_keys(c)).items
+            await keys.block_key(c, By("test", time.time_ns() // 1_000_000), key.id)
+
+        gateway.ledger(block)
+
+        def refused() -> bool:
+            try:
+                gateway.client().models.list()
+            except openai.PermissionDeniedError as error:
+                return error.code == "key_blocked"
+            return False
+
+        wait_until(refused, 5, "the key to be refused")
