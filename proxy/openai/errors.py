@@ -100,6 +100,15 @@ def too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, INVALID, "request_too_large", f"The request body is larger than {limit}.")
 
 
+def head_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        431,
+        INVALID,
+        "headers_too_large",
+        f"The request's address and headers are larger than {limit_bytes // 1024} KiB.",
+    )
+
+
 def not_found(path: str) -> ApiError:
     return ApiError(404, INVALID, "not_found", f"There is nothing at {path}.")
 
