@@ -10,7 +10,8 @@ from backend.drafts import Draft
 from backend.sequence import Sequence as Running
 from backend.speculate import best_lengths
 
-_GAIN = 1.03  # a row that decodes plainly starts to draft for this much; one that drafts goes on for any gain
+_GAIN = 1.05  # rows that decode plainly start to draft for this much,
+_GOING_ON = 1.02  # rows that draft go on for this much: costs are measured, and measurements are off by as much
 _CAREFUL_ROUNDS = 2  # a request that has drafted less often than this
 _CAREFUL_LENGTH = 2  # drafts at most so many tokens: nothing is known of it yet
 _PROBE_SHARE = 0.01  # of the time that a plain request may spend on asking again whether drafting pays
@@ -71,7 +72,7 @@ class LengthPolicy:
                 len(rows) - len(members),
                 draft.step_seconds,
                 self.target,
-                1.0 if any(rows[i].tracker.drafting and rows[i].tracker.rounds for i in members) else _GAIN,
+                _GOING_ON if any(rows[i].tracker.drafting and rows[i].tracker.rounds for i in members) else _GAIN,
             )
             for i, length in zip(members, lengths, strict=True):
                 rows[i].tracker.drafting = length > 0
