@@ -8,7 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -156,10 +156,12 @@ def test_what_is_written_to_a_client_that_hung_up_is_no_error() -> None:
 
     class Server(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            merged = http_server.MergedWrites(transport, asyncio.get_running_loop())
-            merged.write(b"an answer")
-            transport.abort()
+            self.transport = cast(asyncio.Transport, transport)
+            asyncio.get_running_loop().call_soon(self.answer)
+
+        def answer(self) -> None:
+            http_server.MergedWrites(self.transport, asyncio.get_running_loop()).write(b"an answer")
+            self.transport.abort()
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
