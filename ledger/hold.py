@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -86,6 +87,7 @@ class Hold:
     """Money set aside for one request. End it with `settle` or `void`: until then nobody else can spend it."""
 
     __slots__ = (
+        "_counted_prompt",
         "_gate",
         "_held_cny",
         "_held_usd",
@@ -107,7 +109,7 @@ class Hold:
         self.ask = ask
         self.output_tokens = output_tokens
         """Covered now. Plain answers: the most to ask the upstream for. Streams: the current window."""
-        self.prompt_tokens = 0
+        self.prompt_tokens: int | Callable[[], int] = 0
         self.delivered_tokens = 0
         self._gate = gate
         self._plan = plan
@@ -115,6 +117,7 @@ class Hold:
         self._held_usd = held_usd
         self._held_cny = held_cny
         self._journalled_tokens = 0
+        self._counted_prompt: int | None = None
         self._state: Literal["open", "settling", "settled", "voided", "failed"] = "open"
         self._receipt: Receipt | None = None
         self._turn: asyncio.Lock | None = None
@@ -152,8 +155,10 @@ class Hold:
             self.output_tokens += more
         return self.output_tokens > generated_tokens
 
-    def progress(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Tell how much the client has got so far. What is journalled of it is all that a crash can bill."""
+    def progress(self, prompt_tokens: int | Callable[[], int], generated_tokens: int) -> None:
+        """Tell how much the client has got so far. What is journalled of it is all that a crash can bill.
+
+        prompt_tokens: or what counts them, called when they are journalled."""
         self.prompt_tokens = prompt_tokens
         self.delivered_tokens = generated_tokens
         if generated_tokens - self._journalled_tokens >= PROGRESS_TOKENS:
@@ -165,8 +170,12 @@ class Hold:
         """Raises LedgerUnavailable when the journal has failed."""
         if self._state == "open" and self.delivered_tokens > self._journalled_tokens:
             self._journalled_tokens = self.delivered_tokens
-            gate = self._gate
-            gate.journal.append(Progress(self.ask.request_id, gate.clock(), self.prompt_tokens, self.delivered_tokens))
+            gate, prompt = self._gate, self.prompt_tokens
+            if not isinstance(prompt, int):
+                if self._counted_prompt is None:
+                    self._counted_prompt = prompt()
+                prompt = self._counted_prompt
+            gate.journal.append(Progress(self.ask.request_id, gate.clock(), prompt, self.delivered_tokens))
 
     async def settle(self, outcome: Outcome) -> Receipt:
         """Book what was used. It is durable when this returns; a second call returns the same receipt.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,7 +71,7 @@ class Relay:
                 "timeout", upstream_timeout(f"The upstream `{self._name}` sent nothing in time.")
             ) from error
 
-    async def run(self, hold: Hold, reply: Reply, headers: Headers, prompt_tokens: int) -> Ending:
+    async def run(self, hold: Hold, reply: Reply, headers: Headers, prompt_tokens: Callable[[], int]) -> Ending:
         """Pass the stream on until it ends. Raises UpstreamFailed when its first event is an error.
 
         headers: of the response, without those of every stream. prompt_tokens: for progress, until the upstream tells.

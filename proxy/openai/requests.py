@@ -62,10 +62,10 @@ class Call:
         """What limits on tokens are charged at admission, corrected later: the prompt and all that may be generated."""
         return self.prompt_tokens_bound // BYTES_PER_ESTIMATED_TOKEN + (self.max_output_tokens or 0) * self.choices
 
-    @property
     def least_prompt_tokens(self) -> int:
-        """A cautious guess at the prompt, for what a crash leaves unknown."""
-        return max(1, min(self.body_bytes, self.prompt_tokens_bound) // (2 * BYTES_PER_ESTIMATED_TOKEN))
+        """A cautious guess at the prompt, for what a crash leaves unknown: by its text alone. The JSON around it is
+        many times as long as a short prompt, and nobody pays for that."""
+        return max(1, len(prompt_text(self.fields).encode(errors="replace")) // (2 * BYTES_PER_ESTIMATED_TOKEN))
 
 
 class _StreamOptions(msgspec.Struct):

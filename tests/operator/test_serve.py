@@ -217,6 +217,29 @@ def test_a_crashed_child_is_restarted(serving: Serving) -> None:
     assert "poster ended (killed by SIGKILL); restarting in 0.5 s" in serving.output()
 
 
+def test_a_killed_gateway_bills_no_more_prompt_than_the_upstream_read(serving: Serving, upstream: FakeUpstream) -> None:
+    upstream.standing_fault({"chunk_delay_ms": 60, "tokens": 100}, times=1)
+    body = ASK | {"stream": True, "max_tokens": 100, "metadata": {"of no use to the model": "x" * 400}}
+    headers = {"authorization": f"Bearer {serving.key}"}
+    before = serving.children()["gateway"].pid
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("POST", f"{serving.root}/v1/chat/completions", json=body, headers=headers, timeout=30) as answer,
+    ):
+        request_id = answer.headers["x-request-id"]
+        for n, _ in enumerate(answer.iter_lines()):
+            if n == 60:  # thirty tokens: about two seconds, so that progress is in the journal
+                os.kill(before, signal.SIGKILL)
+    with serving.administrator() as admin:
+        wait_until(lambda: _restarted(serving, "gateway", before), 20)
+        wait_until(lambda: http_ok(f"{serving.root}/health/ready"), 20)
+        wait_until(lambda: admin.get(f"/requests/{request_id}").status_code == 200, 20, "the recovered request")
+        row = admin.get(f"/requests/{request_id}").json()["usage"]
+    assert (row["status"], row["estimated"]) == ("crashed", True)
+    assert 0 < row["generated_tokens"] <= 30
+    assert 0 < row["prompt_tokens"] <= upstream.entry(request_id)["prompt_tokens"]
+
+
 def _restarted(serving: Serving, role: str, before: int) -> bool:
     child = serving.children().get(role)
     return child is not None and child.pid != before

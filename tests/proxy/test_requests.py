@@ -124,3 +124,11 @@ def test_no_bytes_make_parsing_fail_otherwise_than_with_400(body: bytes) -> None
     for parse in (parse_chat, parse_completion, parse_embedding):
         with contextlib.suppress(ApiError):
             parse(body)
+
+
+def test_what_is_around_a_prompt_is_not_taken_for_it() -> None:
+    bare = parse_chat(chat())
+    dressed = parse_chat(chat(tools=[{"type": "function", "function": {"name": "f" * 500}}], metadata={"a": "b" * 500}))
+    assert bare.least_prompt_tokens() == dressed.least_prompt_tokens() == 1
+    long = parse_chat(chat(messages=[{"role": "user", "content": "word " * 160}]))
+    assert long.least_prompt_tokens() == 100
