@@ -7,6 +7,7 @@ the final usage, `[DONE]` or the end of the body only after SETTLE is durable; a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
@@ -57,7 +58,7 @@ from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
 from proxy.routing import Deployment, Route
 from proxy.run import Request, Run
-from proxy.upstream import Answer, Patience, UpstreamFailed, failure_of, read_all
+from proxy.upstream import Answer, Kind, Patience, UpstreamFailed, failure_of, read_all
 from proxy.watch import Interrupted, Watch
 
 log = structlog.get_logger(__name__)
@@ -98,6 +99,10 @@ class Gateway:
             self._metrics.refused("client_gone")
         except (ApiError, Refusal, LedgerError) as error:
             await self._refuse(dialect, reply, as_api_error(error))
+        except asyncio.CancelledError:  # this worker is stopping; a stream that has begun has said so itself
+            if not reply.begun:
+                await self._refuse(dialect, reply, shutting_down())
+            raise
         except Exception as error:
             log.error("request_failed", request_id=reply.request_id, exc_info=error)
             await self._refuse(dialect, reply, internal_error())
@@ -171,29 +176,36 @@ class Gateway:
             run.deployment = deployment
             run.attempts += 1
             patience = deployment.upstream.patience
-            slot = self._admission.slot(deployment.name, run.request.principal.team_id)
+            slot = self._admission.slot(deployment.upstream.name, run.request.principal.team_id)
             run.watch.restart(patience.total)
             try:
                 if not slot.take():
                     await _in_time(run, deployment, slot.acquire(), patience.total)
                 if run.request.call.streamed:
-                    await self._stream(run, deployment, patience)
+                    broke = await self._stream(run, deployment, patience)
                 else:
+                    broke = False
                     await self._answer(run, deployment, patience)
             except UpstreamFailed as error:
                 failure = error
-                deployment.fitness.failed(error.kind, now_ms(), error.pause_ms)
-                self._metrics.upstream_failed(deployment.name, error.kind)
+                self._failed(deployment, error.kind, error.pause_ms)
                 if error.kind == "request":
                     break
             else:
-                deployment.fitness.succeeded()
+                if broke:
+                    self._failed(deployment, "broken")
+                else:
+                    deployment.fitness.succeeded()
                 return
             finally:
                 slot.release()
         assert failure is not None
         run.ticket.correct(0)
         raise failure.error
+
+    def _failed(self, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
+        deployment.fitness.failed(kind, now_ms(), pause_ms)
+        self._metrics.upstream_failed(deployment.name, kind)
 
     async def _send(self, run: Run, deployment: Deployment) -> Answer:
         """The request as this deployment wants it. Returns a 2xx answer. Raises UpstreamFailed."""
@@ -253,7 +265,8 @@ class Gateway:
 
     # The answer as it comes
 
-    async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> None:
+    async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> bool:
+        """Whether it broke off after the client had seen its beginning. Raises UpstreamFailed before that."""
         call = run.request.call
         reader = run.dialect.reader(run.request.id, call)
         if deployment.upstream.counting.needs_text:
@@ -266,8 +279,10 @@ class Gateway:
                 relay.recorder = Recorder(run.dialect.native)
             ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
             await self._finish(run, deployment, ending, reader, relay)
+            return ending.how == "broken" and not ending.long
         except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first
-            await self._finish(run, deployment, Ending("broken", shutting_down()), reader, relay)
+            if not run.settled:
+                await self._finish(run, deployment, Ending("broken", shutting_down()), reader, relay)
             raise
         finally:
             relay.leave()
@@ -292,15 +307,24 @@ class Gateway:
         if ending.how == "gone":
             return None
         if ending.error is not None:
-            return await run.reply.end(reader.error_event(ending.error))
-        return await run.reply.end(reader.tail(settled.usage(), cut=ending.how == "cut"))
+            return await self._end(run, reader.error_event(ending.error))
+        return await self._end(run, reader.tail(settled.usage(), cut=ending.how == "cut"))
 
     async def _nothing(self, run: Run, ending: Ending, reader: StreamReader) -> None:
         """A stream that brought no token costs nothing."""
         await run.hold.void(ending.how)
+        run.settled = True
         run.ticket.correct(0)
         if ending.error is not None and run.reply.begun:
-            await run.reply.end(reader.error_event(ending.error))
+            await self._end(run, reader.error_event(ending.error))
+
+    async def _end(self, run: Run, data: bytes) -> None:
+        """The last bytes of a stream. A client that does not take them keeps no place on the upstream."""
+        assert run.deployment is not None
+        patience = run.deployment.upstream.patience
+        run.watch.restart(patience.idle)
+        with contextlib.suppress(Interrupted):
+            await run.watch.wait(run.reply.end(data), "idle", patience.idle)
 
     # What it cost
 
@@ -332,6 +356,7 @@ class Gateway:
             answer=answer,
         )
         receipt = await run.hold.settle(outcome)
+        run.settled = True
         run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)
         self._metrics.settled(run.request.call.model, outcome, receipt)
         return Settled(tokens, receipt, run.draft_model)

@@ -30,6 +30,8 @@ class Ending:
 
     how: Literal["done", "cut", "gone", "broken"]
     error: ApiError | None = None
+    long: bool = False
+    """It was still flowing when its time was over: that says nothing against the upstream."""
 
     @property
     def status(self) -> Status:
@@ -151,7 +153,7 @@ class Relay:
                     return b""
                 waited += QUIET_S
                 if error.reason == "total" or waited >= limit:
-                    self._ending = self._silent()
+                    self._ending = self._too_late(error.reason)
                     return b""
             if reply.begun:
                 await self._write(reply, self.reader.keep_alive)
@@ -179,12 +181,12 @@ class Relay:
             self._ending = ending
         return self._ending
 
-    def _silent(self) -> Ending:
+    def _too_late(self, reason: str) -> Ending:
         if self.reader.finished:
             return Ending("done")
-        return Ending(
-            "broken", upstream_timeout(f"The upstream `{self._name}` fell silent in the middle of an answer.")
-        )
+        long = reason == "total"
+        what = "took too long for the whole of" if long else "fell silent in the middle of"
+        return Ending("broken", upstream_timeout(f"The upstream `{self._name}` {what} an answer."), long)
 
     async def _write(self, reply: Reply, data: bytes) -> None:
         """A client that reads nothing for as long as we would wait for an upstream counts as gone."""

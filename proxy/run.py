@@ -85,6 +85,8 @@ class Run:
     deployment: Deployment | None = None
     attempts: int = 0
     draft_model: str | None = None
+    settled: bool = False
+    """Its money is decided: charged, or free again."""
 
     @property
     def dialect(self) -> Dialect:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.proxy.serving import Gateway
+from tests.proxy.serving import PRICE, Gateway
 from tests.services import wait_until
 from tests.upstream.process import FakeUpstream
 
@@ -105,3 +106,23 @@ def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpst
     assert row["status"] == "failed"
     assert row["generated_tokens"] >= delivered
     assert upstream.entry(request_id)["outcome"] == "client_gone"
+
+
+def test_a_stopping_worker_answers_what_is_not_finished_in_openais_shape_and_bills_nothing(
+    upstream: FakeUpstream, tmp_path: Any
+) -> None:
+    from tests.proxy.serving import configuration
+
+    model = {"deployments": [{"to": "legacy", "model": "gpt-4@hang"}], "price": PRICE}
+    with Gateway(tmp_path, configuration({"legacy": upstream.base_url}, hangs=model)) as gateway:
+
+        def stop_when_asked() -> None:
+            wait_until(lambda: gateway.app.state.worker.gate._open_holds == 1)
+            gateway._server.should_exit = True
+
+        with gateway.http() as http, ThreadPoolExecutor() as pool:
+            pool.submit(stop_when_asked)
+            answer = http.post("/chat/completions", json={"model": "hangs", "messages": MESSAGES})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert answer.headers["x-should-retry"] == "true"
+    assert gateway.rows() == []

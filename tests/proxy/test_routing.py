@@ -105,6 +105,7 @@ def routed(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
         wrong=model("first", "gpt-4@400", "second"),
         slow=model("first", "gpt-4@hang", "second"),
         alone=model("first", "gpt-4@500"),
+        breaks=model("first", "gpt-4@cut"),
         slow_alone=model("first", "gpt-4@hang"),
     )
     config["upstreams"]["first"] |= {"first_byte_timeout_s": 0.3, "read_timeout_s": 0.3}
@@ -152,6 +153,38 @@ def test_when_all_deployments_rest_the_answer_is_503_and_says_how_long(routed: G
     assert (caught.value.status_code, caught.value.code) == (503, "no_deployment_available")
     assert caught.value.response.headers["x-should-retry"] == "true"
     assert 0 < int(caught.value.response.headers["retry-after-ms"]) <= 2_000
+
+
+def test_a_deployment_whose_streams_break_off_rests_too(routed: Gateway) -> None:
+    body = {"model": "breaks", "messages": HELLO, "stream": True}
+    with routed.http() as http:
+        for _ in range(3):
+            assert '"upstream_error"' in http.post("/chat/completions", json=body).text
+        assert http.post("/chat/completions", json=body).status_code == 503
+        assert 'failures_total{deployment="first",kind="broken"} 3' in http.get("/../metrics").text
+
+
+async def test_the_cap_of_a_place_holds_for_all_that_it_serves(tmp_path: Path, upstream: FakeUpstream) -> None:
+    two = [{"to": "legacy", "model": "gpt-4", "weight": 1}, {"to": "legacy", "model": "gpt-5", "weight": 1}]
+    config = configuration({"legacy": upstream.base_url}, both={"deployments": two, "sticky_by": "none"})
+    config["upstreams"]["legacy"]["max_concurrency"] = 2
+    upstream.standing_fault({"headers_delay_ms": 100})
+    gateway = await asyncio.to_thread(Gateway, tmp_path, config)
+    await asyncio.to_thread(gateway.__enter__)
+    caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
+    body = json.dumps({"model": "both", "messages": HELLO}).encode()
+
+    async def ask() -> None:
+        await read_all(await caller.post(b"/chat/completions", body))
+
+    try:
+        await ask()
+        started = time.monotonic()
+        await asyncio.gather(*(ask() for _ in range(10)))
+        assert time.monotonic() - started > 10 / 2 * 0.1
+    finally:
+        caller.close()
+        await asyncio.to_thread(gateway.stop)
 
 
 async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, upstream: FakeUpstream) -> None:
