@@ -16,6 +16,7 @@ from backend.sampling import Noise, draw
 from backend.sequence import Sequence as Running
 
 _CATCH_UP = 512  # tokens a draft model reads per round and request before it drafts
+_WORTH = 8  # tokens it may have to read for each token it could draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,12 @@ class ModelDraft:
         self._step_seconds = step_seconds or (lambda rows: 0.0)
 
     def can_draft(self, sequence: Running) -> bool:
-        return len(sequence.tokens) + 1 < self.model.cache.capacity
+        """Not where reading a long text first would take longer than drafting the short rest could save."""
+        slot = sequence.slot
+        assert slot is not None
+        read = self._checked[slot] if self._owners[slot] is sequence else 0
+        worth = sequence.request.forced or len(sequence.tokens) - read <= _WORTH * max(16, sequence.remaining)
+        return worth and len(sequence.tokens) + 1 < self.model.cache.capacity
 
     def step_seconds(self, rows: int) -> float:
         return self._step_seconds(rows)
