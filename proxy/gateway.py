@@ -301,6 +301,7 @@ class Gateway:
             generated_tokens=lambda: counting.answer_tokens(reader.text(), reader.delivered_deltas),
             reason="no_usage" if ending.how == "done" else ending.how,
             absurd=reader.absurd,
+            unreported=reader.unreported,
         )
         answer = relay.recorder.kept() if relay.recorder is not None and ending.how == "done" else None
         settled = await self._settle(run, ending.status, tokens, told, relay.first_token_ns, answer)

@@ -18,10 +18,12 @@ def measured(
     generated_tokens: Callable[[], int],
     reason: str,
     absurd: bytes | None = None,
+    unreported: int = 0,
 ) -> Tokens:
     """The tokens to settle. What `told` leaves open is counted by the callables, and the result marked as estimated.
 
-    reason: why the upstream did not say. absurd: the usage object that was not believed.
+    reason: why the upstream did not say. absurd: the usage object that was not believed. unreported: generated tokens
+    that came after `told`; a stream that breaks off has often told only how it began.
     """
     if told is None:
         why = "absurd_usage" if absurd is not None else reason
@@ -33,9 +35,9 @@ def measured(
             raw=absurd,
         )
     prompt, generated = told.prompt_tokens, told.generated_tokens
-    estimated = prompt is None or generated is None
+    estimated = prompt is None or generated is None or unreported > 0
     prompt = prompt_tokens() if prompt is None else prompt
-    generated = generated_tokens() if generated is None else generated
+    generated = generated_tokens() if generated is None else generated + unreported
     return Tokens(
         prompt_tokens=prompt,
         cached_tokens=told.cached_tokens,

@@ -77,6 +77,8 @@ class StreamReader:
         self._last_payload = b""
         self._kept: list[bytes] | None = None
         self.usage: Counts | None = None
+        self.unreported = 0
+        """What was delivered since the upstream last said what it has used, counted as `delivered_deltas`."""
         self.absurd: bytes | None = None
         """A usage object that was not believed, as received."""
         self.usage_is_final = False
@@ -110,8 +112,11 @@ class StreamReader:
         self._finishes += piece.finishes
         if self._kept is not None and piece.tokens:
             self._kept.append(self._last_payload)
-        if piece.usage is not None:
+        if piece.usage is None:
+            self.unreported += piece.tokens
+        else:
             self.usage = piece.usage
+            self.unreported = 0
             self.usage_is_final = not piece.out
         return piece.out
 
@@ -144,7 +149,7 @@ class StreamReader:
     def generated_tokens(self) -> int:
         """As far as is known while it runs."""
         if self.usage is not None and self.usage.generated_tokens is not None:
-            return max(self.usage.generated_tokens, self._delivered)
+            return max(self.usage.generated_tokens + self.unreported, self._delivered)
         return self._delivered
 
     @property

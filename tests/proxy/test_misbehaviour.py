@@ -67,6 +67,7 @@ PLAIN = BOTH | {
     "long-body": BROKEN,
     "cut": BROKEN,
     "cut-at-once": BROKEN,
+    "usage-first-then-cut": BROKEN,
     "reset-midway": BROKEN,
     "half-event": BROKEN,
     "stream-for-plain": BROKEN,
@@ -85,6 +86,8 @@ STREAMED = BOTH | {
     "error-first": Expected(200, event="upstream_error"),
     "stall-at-once": Expected(200, event="upstream_timeout"),
     "usage-twice": Expected(200, row="completed", generated=17),
+    "usage-first": GUESSED,
+    "usage-first-then-cut": BROKE_OFF,
 }
 TAKES_TOO_LONG = {"endless"}
 ONLY_STREAMS = {"stall", "stall-at-once", "ends-early", "error-midway", "error-first", "garbage-midway", "hang"}

@@ -173,7 +173,7 @@ def events(answer: Answer, fault: Fault, options: dict[str, Any]) -> Iterator[Ev
         return [{"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish}]
 
     if answer.chat:
-        yield event(choice("", role="assistant"), 0)
+        yield event(choice("", role="assistant"), 0, report=fault.usage == "first")
     thought = len(answer.reasoning)
     for done, text in enumerate(answer.reasoning, 1):
         delta = {"reasoning_content": text}
@@ -194,7 +194,7 @@ def events(answer: Answer, fault: Fault, options: dict[str, Any]) -> Iterator[Ev
     count = answer.generated
     if answer.finish_reason is not None:
         yield event(choice(None, answer.finish_reason), count, report=bool(each) or fault.usage == "finish")
-    if fault.usage not in ("none", "finish") and (asked or fault.usage == "always"):
+    if fault.usage not in ("none", "finish", "first") and (asked or fault.usage == "always"):
         yield event([], count, report=True)
         if fault.usage == "twice":
             yield event([], count + 1, report=True)

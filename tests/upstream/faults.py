@@ -12,6 +12,7 @@ Usage = Literal[
     "always",  # the same, asked for or not
     "each",  # cumulative, in every chunk
     "finish",  # in the chunk that carries finish_reason
+    "first",  # in the first chunk, and never again
     "none",
     "zero",
     "null",
@@ -160,6 +161,8 @@ FAULTS: dict[str, Fault] = {
     "usage-always": Fault(usage="always"),
     "usage-each": Fault(usage="each"),
     "usage-finish": Fault(usage="finish"),
+    "usage-first": Fault(usage="first"),
+    "usage-first-then-cut": Fault(usage="first", end="close"),
     "usage-none": Fault(usage="none"),
     "usage-zero": Fault(usage="zero"),
     "usage-null": Fault(usage="null"),
