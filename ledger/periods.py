@@ -16,6 +16,8 @@ from ledger.errors import Invalid
 Window = Literal["minute", "hour", "day", "month", "total"]
 
 DEFAULT_TIMEZONE = "Asia/Shanghai"
+FIRST_YEAR = 1969
+"""Of the epoch's first instant in western zones. Earlier months have no usage, and some have no instants."""
 MINUTE_MS = 60_000
 HOUR_MS = 3_600_000
 _MONTH = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
@@ -87,7 +89,7 @@ def _start_of_month(period: str, timezone: str) -> int:
 
 def _year_month(period: str) -> tuple[int, int]:
     match = _MONTH.fullmatch(period)
-    if match is None or not 1 <= int(match[1]) <= 9998:
+    if match is None or not FIRST_YEAR <= int(match[1]) <= 9998:
         raise Invalid(f"not a month: {period!r}; write it like 2026-11", "month")
     return int(match[1]), int(match[2])
 

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger import audit
 from ledger.database import Database
 from ledger.month_figures import draft_statement
+from ledger.periods import next_period
 from ledger.posting_sql import UNBELIEVED
 from ledger.publishing import verify_versions
 from ledger.schema import invoices, suspense
@@ -51,7 +52,12 @@ class Report(msgspec.Struct, frozen=True):
 async def verify(
     db: Database, journal_dir: Path | None, month: str | None = None, *, progress: Progress | None = None
 ) -> Report:
-    """Check everything, or only the requests, transfers, rollups and invoices of a billing month "YYYY-MM"."""
+    """Check everything, or only the requests, transfers, rollups and invoices of a billing month "YYYY-MM".
+
+    Raises Invalid for what is no month: it has no rows, so all would seem well.
+    """
+    if month is not None:
+        next_period(month)
     checks: list[Check] = []
     unposted = 0
 

@@ -14,7 +14,7 @@ from ledger.statements import Statement
 from proxy.admin.endpoints import EVERYONE, FINANCE, Call, Document, Endpoint, Listing, Paging, Strict
 from proxy.admin.times import iso, required_iso
 
-Month = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="YYYY-MM")]
+Month = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="YYYY-MM")]
 FormatName = Literal["xlsx", "pdf", "csv", "json", "focus"]
 MEDIA_TYPES = (
     "text/csv",

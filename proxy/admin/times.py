@@ -15,6 +15,8 @@ Instant = Annotated[
     str, msgspec.Meta(description="RFC 3339 with an offset (2026-12-01T00:00:00Z), a date, or Unix seconds as text")
 ]
 
+_LAST_MS = 253_370_764_800_000 - 1
+"""The end of the year 9998: a day later is still a date, in every zone."""
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _SECONDS = re.compile(r"\d{9,11}")
 
@@ -46,4 +48,7 @@ def parse_instant(text: str | None, field: str, zone: str) -> int | None:
         raise Invalid(f"{field}: not a time: {text!r}; write 2026-12-01 or 2026-12-01T00:00:00Z", field) from None
     if moment.tzinfo is None:
         raise Invalid(f"{field}: {text} has no offset; append Z for UTC or for example +08:00", field)
-    return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+    at_ms = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+    if not 0 <= at_ms <= _LAST_MS:
+        raise Invalid(f"{field}: {text} is out of range; use the years 1970 to 9998", field)
+    return at_ms

@@ -90,7 +90,9 @@ def test_total_has_no_end() -> None:
     assert window_bounds("total", 123, "UTC") == (0, None)
 
 
-@pytest.mark.parametrize("bad", ["2026-13", "2026-00", "2026-1", "26-01", "2026-01-01", "", "２０２６-01"])
+@pytest.mark.parametrize(
+    "bad", ["2026-13", "2026-00", "2026-1", "26-01", "2026-01-01", "", "２０２６-01", "2026-11\n", "0001-01"]
+)
 def test_what_is_not_a_month_is_refused(bad: str) -> None:
     with pytest.raises(Invalid, match="not a month"):
         period_bounds(bad, "UTC")

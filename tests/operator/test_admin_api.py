@@ -240,6 +240,33 @@ def test_a_nul_is_refused_wherever_it_stands(admin: Admin) -> None:
         assert "NUL" in str(error(answer, 400)["message"])
 
 
+@pytest.mark.parametrize("amount", ["1_000", "１２", "٣", " 5", "5 ", "+5", "1e3", "NaN", "1.", ".5", "0x10", "9" * 61])
+def test_an_amount_that_people_could_read_otherwise_is_refused(admin: Admin, amount: str) -> None:
+    team = admin.team()
+    body = {"amount": amount, "currency": "USD", "reference": f"odd {amount}"}
+    error(admin.client.post(f"/teams/{team}/topups", json=body), 400)
+    assert admin.client.get(f"/teams/{team}/balance").json()["prepaid"] == "0"
+
+
+@pytest.mark.parametrize("month", ["0000-01", "0001-01", "9999-12", "2026-11\n", "２０２６-11"])
+def test_what_is_no_month_is_neither_proved_nor_billed(admin: Admin, month: str) -> None:
+    team = admin.team()
+    assert error(admin.client.post("/verify", json={"month": month}), 400)["param"] == "month"
+    error(admin.client.post("/invoices", json={"team_id": team, "month": month}), 400)
+    for form in ("json", "csv"):
+        query = {"team": team, "month": month, "format": form}
+        error(admin.client.get("/invoices/export", params=query), 400)
+
+
+@pytest.mark.parametrize("at", ["0001-01-01", "0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "1969-12-31"])
+def test_a_time_that_no_clock_shows_is_refused(admin: Admin, at: str) -> None:
+    assert (
+        error(admin.client.post("/keys", json={"team_id": admin.team(), "expires_at": at}), 400)["param"]
+        == "expires_at"
+    )
+    error(admin.client.get("/usage", params={"from": at}), 400)
+
+
 def test_the_openapi_document_describes_every_path_that_is_served(admin: Admin) -> None:
     document = httpx.get(f"{admin.url}/openapi.json").json()
     assert document["openapi"] == "3.1.0"

@@ -98,7 +98,7 @@ def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> N
             "config.yaml:3: upstreams.a.base_url: the environment variable",
         ),
         ("upstreams:\n  a:\n    base_url: file:gone", "config.yaml:3: upstreams.a.base_url: cannot read"),
-        ("fx: {USD_CNY: x}", "config.yaml:1: fx.USD_CNY: not a decimal number: 'x'"),
+        ("fx: {USD_CNY: x}", "config.yaml:1: fx.USD_CNY: not a plain decimal number: 'x'"),
         ("billing: {timezone: Mars/Base}", "config.yaml:1: billing.timezone: no such time zone"),
         ("server:\n  workers: 2", "config.yaml:2: server.workers: 2 workers cannot share counters"),
         ("storage:\n  database: mysql://x", "config.yaml:2: storage.database: must begin with sqlite:///"),
