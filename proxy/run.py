@@ -16,8 +16,8 @@ from proxy.watch import Watch
 
 DEFAULT_PLAIN_OUTPUT_TOKENS = 16_384
 """Held for a plain answer when neither the client nor the configuration limits it."""
-DEFAULT_STREAM_OUTPUT_TOKENS = 1_000_000
-"""A stream is paid for as it grows; this only ends what never ends."""
+MAX_OUTPUT_TOKENS = 1_000_000
+"""The same for a stream, which is paid for as it grows, and for who asks for more: this ends what never ends."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Request:
     @property
     def output_limit(self) -> int:
         """Per choice: what the client asked for, else the model's limit."""
-        default = DEFAULT_STREAM_OUTPUT_TOKENS if self.extends else DEFAULT_PLAIN_OUTPUT_TOKENS
-        known = self.route.settings.max_output_tokens or default
         asked = self.call.max_output_tokens
+        default = DEFAULT_PLAIN_OUTPUT_TOKENS if asked is None and not self.extends else MAX_OUTPUT_TOKENS
+        known = self.route.settings.max_output_tokens or default
         return known if asked is None else min(asked, known)
 
     @property
@@ -95,9 +95,12 @@ class Run:
         return dialect if self.deployment is None else dialect.at(self.deployment.upstream.native)
 
     def lowered_limit(self) -> int | None:
-        """The most tokens per choice to ask for, where the money covers fewer than the client would get; else None."""
-        request = self.request
-        choices = request.call.choices
-        if request.extends or self.hold.output_tokens >= request.output_limit * choices:
+        """The most tokens per choice to ask for, where the hold covers fewer than the client would get; else None.
+
+        What cannot be cut while it runs must not run past what is held: nobody might pay for that.
+        """
+        request, asked, choices = self.request, self.request.call.max_output_tokens, self.request.call.choices
+        wanted = request.output_limit if asked is None else asked
+        if request.extends or self.hold.output_tokens >= wanted * choices:
             return None
         return max(1, self.hold.output_tokens // choices)

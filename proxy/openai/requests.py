@@ -24,11 +24,10 @@ BYTES_PER_ESTIMATED_TOKEN = 4
 _TEMPLATE_TOKENS = 64
 """Room for what a chat template adds by itself, such as a default system prompt."""
 _MEDIA_TOKENS = 4_096
-"""What one inline image or sound may count as, whatever its size in bytes."""
+"""What one image, sound or file may count as, whatever its size in bytes: a short address may stand for a large one."""
 
-_LARGE_BYTES = 128 * 1024
-"""Smaller bodies are not searched for media: holding them by their bytes does no harm."""
-_MEDIA_MARKS = (b'"image_url"', b'"input_audio"', b'"file_data"')
+_MEDIA_MARKS = (b'"image_url"', b'"input_audio"', b'"file"', b"\\u00")
+"""Without one of these a prompt has no media; the last may spell any of the others."""
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -101,6 +100,9 @@ def parse_chat(body: bytes) -> Call:
     if messages[1:-1].strip() == b"":
         raise invalid("`messages` is empty: send at least one message.", "messages")
     newer = request.max_completion_tokens is not None
+    if newer and request.max_tokens is not None:  # which of them an upstream obeys cannot be known, so nor what to hold
+        message = "`max_tokens` and `max_completion_tokens` cannot both be given: send `max_completion_tokens` alone."
+        raise invalid(message, "max_tokens", "invalid_parameter_combination")
     limit_field = "max_completion_tokens" if newer else "max_tokens"
     limit = request.max_completion_tokens if newer else request.max_tokens
     return _call(fields, body, request, limit, limit_field, request.n or 1)
@@ -220,10 +222,10 @@ def _end_user(user: str | None) -> str | None:
 
 def prompt_tokens_bound(fields: Fields, body_bytes: int) -> int:
     """An upper bound on the prompt's tokens: one a byte, which the JSON around a message makes more than its template.
-    Inline media count by piece, not by their bytes."""
+    Media count by piece, not by their bytes."""
     bound = body_bytes + _TEMPLATE_TOKENS
     messages = fields.get("messages")
-    if messages is None or body_bytes <= _LARGE_BYTES or not any(mark in bytes(messages) for mark in _MEDIA_MARKS):
+    if messages is None or not any(mark in bytes(messages) for mark in _MEDIA_MARKS):
         return bound
     try:
         return max(1, bound - _surplus(msgspec.json.decode(messages)))
@@ -232,8 +234,8 @@ def prompt_tokens_bound(fields: Fields, body_bytes: int) -> int:
 
 
 def _surplus(value: Any) -> int:
-    """The bytes of inline media beyond what each may count as. Only parts that an upstream takes for media count so:
-    text that merely looks like them is text."""
+    """The bytes of media beyond what each may count as; less than nothing where they are fewer. Only parts that an
+    upstream takes for media count so: text that merely looks like them is text."""
     match value:
         case list():
             return sum(map(_surplus, value))
@@ -245,12 +247,14 @@ def _surplus(value: Any) -> int:
             return _beyond(data)
         case {"type": "file", "file": {"file_data": str() as data}}:
             return _beyond(data)
+        case {"image_url": _} | {"input_audio": _} | {"file": _}:  # an address or an id, however it is written
+            return _beyond("")
         case _:
             return 0
 
 
 def _beyond(data: str) -> int:
-    return max(0, len(data) - _MEDIA_TOKENS)
+    return len(data) - _MEDIA_TOKENS
 
 
 def prompt_text(fields: Fields) -> str:

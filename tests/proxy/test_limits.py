@@ -27,7 +27,8 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def limited(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
     long = {"deployments": [{"to": "legacy", "model": "gpt-4@endless"}], "price": PRICE}
-    with Gateway(tmp_path, configuration({"legacy": upstream.base_url}, m={}, long=long)) as gateway:
+    capped = {"max_output_tokens": 1_000}
+    with Gateway(tmp_path, configuration({"legacy": upstream.base_url}, m={}, long=long, capped=capped)) as gateway:
         yield gateway
 
 
@@ -130,6 +131,15 @@ def test_a_small_balance_still_buys_a_small_plain_answer(limited: Gateway, upstr
     assert 50 < sent < 240
     row = limited.row(raw.headers["x-request-id"])
     assert row["cost_usd_pico"] <= 10**8
+
+
+def test_what_cannot_be_cut_is_asked_for_no_more_than_is_held(limited: Gateway, upstream: FakeUpstream) -> None:
+    """Else an upstream generates what was never set aside, and what the money then does not reach is given away."""
+    create = limited.client().chat.completions.with_raw_response.create
+    raw = create(model="capped", messages=HELLO, max_tokens=50_000)
+    assert upstream.entry(raw.headers["x-request-id"])["body"]["max_tokens"] == 1_000
+    raw = create(model="m", messages=HELLO, max_tokens=20_000)  # nothing is configured: held in full
+    assert upstream.entry(raw.headers["x-request-id"])["body"]["max_tokens"] == 20_000
 
 
 def test_a_blocked_key_is_refused_within_a_second_and_topping_up_helps_as_fast(limited: Gateway) -> None:

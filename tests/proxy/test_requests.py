@@ -37,6 +37,7 @@ def chat(**fields: Any) -> bytes:
         (chat(max_tokens="10"), "max_tokens"),
         (chat(max_tokens=0), "max_tokens"),
         (chat(max_completion_tokens=-1), "max_completion_tokens"),
+        (chat(max_tokens=10_000, max_completion_tokens=1), "max_tokens"),
         (chat(n=0), "n"),
         (chat(n=1000), "n"),
         (chat(user="x" * 600), "user"),
@@ -111,6 +112,25 @@ def image_part(data: str) -> dict[str, Any]:
 def test_inline_images_do_not_count_by_their_bytes() -> None:
     content = [image_part("A" * 1_000_000), image_part("B" * 1_000_000)]
     assert parse_chat(chat(messages=[{"role": "user", "content": content}])).prompt_tokens_bound < 10_000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image_part("iVBORw0KGgo="),
+        {"type": "image_url", "image_url": {"url": "https://example.com/large.png"}},
+        {"type": "image_url", "image_url": "https://example.com/large.png"},
+        {"image_url": {"url": "https://example.com/large.png"}},
+        {"type": "file", "file": {"file_id": "file-1"}},
+    ],
+)
+def test_a_short_address_of_an_image_or_file_is_held_for_like_a_large_one(part: dict[str, Any]) -> None:
+    body = chat(messages=[{"role": "user", "content": [part] * 10}])
+    assert parse_chat(body).prompt_tokens_bound > 10 * 4_000
+    assert (
+        parse_chat(body.replace(b'"file', b'"\\u0066ile').replace(b'"image', b'"\\u0069mage')).prompt_tokens_bound
+        > 40_000
+    )
 
 
 def test_text_that_looks_like_an_image_counts_as_text() -> None:
