@@ -35,8 +35,13 @@ def _check_storage(settings: Settings, complain: Complain) -> None:
         complain("storage.database", "must begin with sqlite:/// (a file) or postgresql:// (user:password@host/name)")
     elif storage.database == "sqlite:///":
         complain("storage.database", "names no file; write sqlite:///data/tallygate.db")
-    if storage.counters != "memory" and not storage.counters.startswith(("redis://", "rediss://", "unix://")):
-        complain("storage.counters", "must be `memory` or a URL such as redis://host:6379/0")
+    if storage.counters != "memory":
+        from policies.counters.resp import Address  # not for those who need none
+
+        try:
+            Address.parse(storage.counters)
+        except ValueError:
+            complain("storage.counters", "must be `memory` or a URL such as redis://host:6379/0 (rediss:// with TLS)")
     if storage.counters == "memory" and settings.server.workers > 1:
         complain(
             "server.workers",
@@ -51,17 +56,32 @@ def _check_places(settings: Settings, complain: Complain) -> None:
     for name, upstream in settings.upstreams.items():
         if name == BACKEND:
             complain(f"upstreams.{name}", "this name means the local engine; choose another")
-        _check_url(f"upstreams.{name}.base_url", upstream.base_url, complain)
+        if not name.isprintable():
+            complain("upstreams", f"{name!r} cannot be said in a header; choose another name")
+        _check_url(f"upstreams.{name}.base_url", upstream.base_url, complain, is_base=True)
+        if upstream.api_key is not None and not (upstream.api_key.isascii() and upstream.api_key.isprintable()):
+            complain(f"upstreams.{name}.api_key", "must be one line of ASCII characters")
     if settings.backend is not None and settings.backend.url is not None:
-        _check_url("backend.url", settings.backend.url, complain)
+        _check_url("backend.url", settings.backend.url, complain, is_base=True)
     if settings.admin_token is not None and len(settings.admin_token) < 16:
         complain("admin_token", "must have at least 16 characters; `openssl rand -hex 24` makes a good one")
 
 
-def _check_url(path: str, url: str, complain: Complain) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+def _check_url(path: str, url: str, complain: Complain, *, is_base: bool = False) -> None:
+    if not url.startswith(("http://", "https://")):
         complain(path, f"must be a URL that begins with http:// or https://, got {url!r}")
+    elif not _names_a_host(url):
+        complain(path, "is no URL: a host with an optional port and path, in ASCII, is needed after the //")
+    elif is_base and any(mark in url for mark in "?#@"):
+        complain(path, "takes no user, query or fragment: none of them would be sent")
+
+
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:  # a port that is none, half an IPv6 address
+        return False
 
 
 def _places(settings: Settings) -> list[str]:
