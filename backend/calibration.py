@@ -14,6 +14,7 @@ from backend.model import PackedModel
 _CONTEXT = 96  # tokens before the measured ones: about where short chats are
 _BUDGET_S = 2.0  # a busy machine measures fewer sizes less often, and starts in time all the same
 _REPEATS = 4
+_BLOCK = 4  # drafted tokens of a typical block
 
 
 def measure_steps(
@@ -22,7 +23,7 @@ def measure_steps(
     columns: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
-    """Seconds per pass, logits included, for each size; a size is spread over as many slots as it fills.
+    """Seconds per pass, logits included, for each size; a size is spread over as many slots as it fills, unevenly.
 
     Uses the slots' memory, and leaves them empty. columns: width of the logits that are used, None for all.
     """
@@ -46,7 +47,7 @@ def measure_steps(
 
 def _seconds(model: PackedModel, size: int, columns: int | None, clock: Callable[[], float], *, warm: bool) -> float:
     rows = min(size, model.cache.slots)
-    counts = [size // rows + (row < size % rows) for row in range(rows)]
+    counts = _uneven(size, rows)
     start = min(_CONTEXT, model.cache.capacity - max(counts))
     segments = [Segment(slot, start, count) for slot, count in enumerate(counts)]
     tokens = [1 + i % 7 for i in range(size)]
@@ -58,6 +59,15 @@ def _seconds(model: PackedModel, size: int, columns: int | None, clock: Callable
     if warm:
         once()
     return _timed(once, clock)
+
+
+def _uneven(size: int, rows: int) -> list[int]:
+    """Tokens per row as rounds have them: some rows verify a block while others add one token."""
+    counts = [1] * rows
+    while sum(counts) < size:
+        row = min(range(rows), key=lambda i: (counts[i] // _BLOCK, i))
+        counts[row] += min(_BLOCK, size - sum(counts))
+    return counts
 
 
 @torch.inference_mode()
