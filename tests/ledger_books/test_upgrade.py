@@ -99,7 +99,7 @@ async def test_the_books_go_on_after_an_upgrade(old: Database) -> None:
     by = By("ada", NOW_MS)
     async with old.begin() as c:
         await top_up(c, by, "acme", 100, currency="CNY", reference="after")
-        assert (await balance(c, "acme", NOW_MS)).available_pico == 850
+        assert (await balance(c, "acme", NOW_MS)).available_pico == 900
         assert (await get_team(c, "acme")).plan is None
         assert (await find_by_hash(c, "h")) is not None
         assert [quota.limit for quota in await applicable(c, "acme", "k")] == [5]

@@ -27,6 +27,7 @@ async def main(url: str, journal_dir: str, slot: str, given: dict[str, Any], log
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     await asyncio.gather(*(_client(house, gate, log, number, forever) for number in range(CLIENTS)))
     refreshing.cancel()
+    await asyncio.gather(refreshing, return_exceptions=True)  # before its connection is closed under it
     await gate.close()
     await house.db.close()
 
