@@ -5,6 +5,7 @@ Exit code 0: done · 1: the answer is no · 2: wrongly asked or set up.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -26,6 +27,7 @@ from proxy.commands import (
     tokens,
     usage,
 )
+from proxy.logs import configure_logging
 
 EXAMPLE = "Example: tallygate "
 
@@ -65,7 +67,12 @@ def build_cli() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. An error is one line on standard error; TALLYGATE_TRACEBACK=1 shows where it came from."""
+    """The entry point. An error is one line on standard error; TALLYGATE_TRACEBACK=1 shows where it came from.
+
+    arguments: for callers within Python, who keep their own logging. None: those of this process.
+    """
+    if arguments is None:
+        configure_logging(logging.WARNING)  # roles ask for more; whatever is logged must not mix with --json
     try:
         code = build_cli()(args=arguments, standalone_mode=False, prog_name="tallygate")
     except Exception as error:

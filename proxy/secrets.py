@@ -20,6 +20,10 @@ def key_secret(settings: Settings) -> bytes:
     return read_or_create(settings.data_dir / "key-secret", lambda: secrets.token_hex(32)).encode()
 
 
+def has_key_secret(settings: Settings) -> bool:
+    return settings.server.key_secret is not None or (settings.data_dir / "key-secret").exists()
+
+
 def read_or_create(path: Path, make: Callable[[], str]) -> str:
     """The text of `path`; when there is none, `make()`, written for this user alone. Safe among several processes."""
     try:

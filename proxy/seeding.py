@@ -20,7 +20,7 @@ from ledger.migrations import NotMigrated, migrate_database, require_current
 from ledger.money import PICO_PER_UNIT, FxRate
 from ledger.publishing import Quote
 from proxy.preflight import StartRefused
-from proxy.secrets import key_secret, read_or_create
+from proxy.secrets import has_key_secret, key_secret, read_or_create
 from proxy.settings import Price, Settings
 
 ACTOR = "first-start"
@@ -44,7 +44,7 @@ async def prepare(settings: Settings) -> FirstRun:
             await require_current(db)
         except NotMigrated:
             await migrate_database(db)
-        hasher = KeyHasher(await _key_secret(settings, db))
+        hasher = KeyHasher(await secret_of(settings, db))
         async with db.begin() as c:
             by = By(ACTOR, time.time_ns() // 1_000_000)
             await _seed_prices(c, by, settings)
@@ -73,10 +73,11 @@ def quote(model: str, price: Price) -> Quote:
     return Quote.parse(model, **{name: getattr(price, name) for name in price.__struct_fields__})
 
 
-async def _key_secret(settings: Settings, db: Database) -> bytes:
-    """Never a fresh secret beside keys that were hashed with another one: none of them would work."""
+async def secret_of(settings: Settings, db: Database) -> bytes:
+    """The secret that keys are hashed with. Never a fresh one beside keys that were hashed with another: none of them
+    would work. Raises StartRefused then."""
     path = settings.data_dir / "key-secret"
-    if settings.server.key_secret is None and not path.exists():
+    if not has_key_secret(settings):
         async with db.read() as c:
             known = (await keys.list_keys(c, limit=1)).items or (await admin_tokens.list_admin_tokens(c, limit=1)).items
         if known:

@@ -83,10 +83,10 @@ def act(
 
     async def work() -> T:
         from proxy.admin.endpoints import Call, Installation
-        from proxy.secrets import key_secret
+        from proxy.seeding import secret_of
 
         async with ledger_of(settings) as db:
-            installation = Installation(settings, key_secret(settings))
+            installation = Installation(settings, await secret_of(settings, db))
             async with db.begin() if writes else db.read() as c:
                 return await endpoint(Call(installation, db, c, by_operator(reason), dict(path or {}), query, body))
 

@@ -154,10 +154,17 @@ def migrate(config: ConfigOption = None, data_dir: DataDirOption = HERE) -> None
 def _migrate_if_possible(settings: Settings) -> None:
     """A gateway comes up without its database, says so in /health/ready, and serves as soon as it is there."""
     from ledger.errors import LedgerUnavailable
+    from proxy.preflight import StartRefused
+    from proxy.secrets import has_key_secret
 
     try:
         run(_migrate(settings))
+        run(_check_secret(settings))
     except LedgerUnavailable as error:
+        if not has_key_secret(settings):
+            raise StartRefused(
+                f"{error}; without it nobody knows whether this host needs another's key-secret"
+            ) from None
         say(f"starting without a database: {error}")
 
 
@@ -166,3 +173,10 @@ async def _migrate(settings: Settings) -> None:
 
     async with ledger_of(settings) as db:
         await seed_prices(db, settings)
+
+
+async def _check_secret(settings: Settings) -> None:
+    from proxy.seeding import secret_of
+
+    async with ledger_of(settings) as db:
+        await secret_of(settings, db)

@@ -44,6 +44,12 @@ def tallygate(base_dir: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def test_what_is_logged_does_not_mix_with_the_answer(base_dir: Path) -> None:
+    command = [sys.executable, "-m", "proxy.cli", "journal", "accept-damage", "--slot", "0", "--reason", "none"]
+    ran = subprocess.run([*command, "--json", "--data-dir", str(base_dir)], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == {"data": []}
+
+
 def test_a_team_a_key_and_a_payment_from_the_shell(tallygate: Run) -> None:
     team = tallygate("team", "create", "Web shop", "--currency", "CNY", "--json").json
     assert (team["billing_currency"], team["timezone"]) == ("CNY", "Asia/Shanghai")

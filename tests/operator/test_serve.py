@@ -367,6 +367,19 @@ def test_a_lost_key_secret_is_noticed_before_every_key_fails(base_dir: Path) -> 
     assert line.startswith(f"tallygate: {base_dir / 'data/key-secret'} is missing")
 
 
+def test_no_role_or_command_makes_a_fresh_secret_beside_keys_of_another(base_dir: Path) -> None:
+    config = _gateway_only(base_dir)
+    run_apart(lambda: prepare(load_settings(config, base_dir, environ={})))
+    secret = base_dir / "data/key-secret"
+    secret.unlink()
+    for role in (("gateway", "--port", str(free_port())), ("key", "create", "--team", "demo"), ("key", "list")):
+        command = [*TALLYGATE, *role, "--data-dir", str(base_dir), "--config", config]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRON, timeout=60, check=False)
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert ran.stderr.startswith(f"tallygate: {secret} is missing")
+        assert not secret.exists()
+
+
 def _gateway_only(base_dir: Path) -> str:
     file = base_dir / "gateway.yaml"
     file.write_text("upstreams: {legacy: {base_url: 'http://127.0.0.1:9/v1'}}\n")
