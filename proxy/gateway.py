@@ -64,6 +64,9 @@ from proxy.watch import Interrupted, Watch
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+_QUEUE_S = 600.0
+"""Beyond what a queue lets anybody wait: it refuses by itself, and waiting is no failure of the upstream."""
+
 
 class Gateway:
     """The path that every generating request takes, whatever its dialect."""
@@ -177,10 +180,11 @@ class Gateway:
             run.attempts += 1
             patience = deployment.upstream.patience
             slot = self._admission.slot(deployment.upstream.name, run.request.principal.team_id)
-            run.watch.restart(patience.total)
             try:
                 if not slot.take():
-                    await _in_time(run, deployment, slot.acquire(), patience.total)
+                    run.watch.restart(_QUEUE_S)
+                    await _in_time(run, deployment, slot.acquire(), _QUEUE_S)
+                run.watch.restart(patience.total)
                 if run.request.call.streamed:
                     broke = await self._stream(run, deployment, patience)
                 else:

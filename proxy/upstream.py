@@ -51,7 +51,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. `total` is for each deployment that is asked, waiting for its turn included; a plain answer is one long
+    """Seconds. `total` is for each deployment that is asked, from its turn in the queue on; a plain answer is one long
     first byte."""
 
     connect: float = 10.0

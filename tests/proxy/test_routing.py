@@ -187,6 +187,29 @@ async def test_the_cap_of_a_place_holds_for_all_that_it_serves(tmp_path: Path, u
         await asyncio.to_thread(gateway.stop)
 
 
+async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_of_the_upstream(
+    tmp_path: Path, upstream: FakeUpstream
+) -> None:
+    config = configuration({"legacy": upstream.base_url}, m={})
+    config["upstreams"]["legacy"] |= {"max_concurrency": 1, "read_timeout_s": 0.6}
+    upstream.standing_fault({"headers_delay_ms": 200})
+    gateway = await asyncio.to_thread(Gateway, tmp_path, config)
+    await asyncio.to_thread(gateway.__enter__)
+    caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
+    body = json.dumps({"model": "m", "messages": HELLO}).encode()
+
+    async def ask() -> int:
+        answer = await caller.post(b"/chat/completions", body)
+        await read_all(answer)
+        return answer.status
+
+    try:
+        assert set(await asyncio.gather(*(ask() for _ in range(6)))) == {200}
+    finally:
+        caller.close()
+        await asyncio.to_thread(gateway.stop)
+
+
 async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, upstream: FakeUpstream) -> None:
     config = configuration({"legacy": upstream.base_url}, batch={})
     config["upstreams"]["legacy"]["max_concurrency"] = 8
