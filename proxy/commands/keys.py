@@ -52,7 +52,8 @@ def create(
         allowed_ips=tuple(allow_ip) if allow_ip else None,
         end_user_required=end_user_required,
     )
-    print_record(act(settings_of(config, data_dir), keys.create, body=body, reason=reason, writes=True), json_)
+    made = act(settings_of(config, data_dir), keys.create, body=body, reason=reason, writes=True, hashes=True)
+    print_record(made, json_)
 
 
 @key.command("list", epilog='Example: tallygate key list --team "Web shop"')
@@ -85,7 +86,8 @@ def rotate(
     from proxy.admin import keys
 
     body, settings = keys.Rotation(overlap_s=overlap), settings_of(config, data_dir)
-    print_record(act(settings, keys.rotate, body=body, reason=reason, writes=True, path={"key": key}), json_)
+    made = act(settings, keys.rotate, body=body, reason=reason, writes=True, hashes=True, path={"key": key})
+    print_record(made, json_)
 
 
 @key.command("block", epilog='Example: tallygate key block key_0jdz… --reason "leaked in a log"')

@@ -78,15 +78,19 @@ def act(
     query: Any = None,
     reason: str | None = None,
     writes: bool = False,
+    hashes: bool = False,
 ) -> T:
-    """Do here what the admin API does: one of its endpoint functions, in one transaction, in the operator's name."""
+    """Do here what the admin API does: one of its endpoint functions, in one transaction, in the operator's name.
+
+    hashes: it makes a secret that the gateways must know again. Raises StartRefused when this host hashes otherwise.
+    """
 
     async def work() -> T:
         from proxy.admin.endpoints import Call, Installation
         from proxy.seeding import secret_of
 
         async with ledger_of(settings) as db:
-            installation = Installation(settings, await secret_of(settings, db))
+            installation = Installation(settings, await secret_of(settings, db) if hashes else b"")
             async with db.begin() if writes else db.read() as c:
                 return await endpoint(Call(installation, db, c, by_operator(reason), dict(path or {}), query, body))
 

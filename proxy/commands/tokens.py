@@ -45,7 +45,8 @@ def create(
         body = msgspec.convert({"name": name, "role": role}, tokens.NewToken)
     except msgspec.ValidationError:
         raise Fail(f"no role {role!r}: use admin, finance or viewer", 2) from None
-    print_record(act(settings_of(config, data_dir), tokens.create, body=body, reason=reason, writes=True), json_)
+    made = act(settings_of(config, data_dir), tokens.create, body=body, reason=reason, writes=True, hashes=True)
+    print_record(made, json_)
 
 
 @admin_token.command("list", epilog="Example: tallygate admin-token list")
