@@ -29,9 +29,9 @@ from backend.demo.prompts import Kind, Prompt, prompts
 
 TOP = 64
 TEMPERATURES = (0.0, 0.7, 1.0)
-TEMPERATURE_WEIGHTS = (45, 35, 20)
-LONGEST_PROMPT_TOKENS = 160
-LONGEST_ANSWER_TOKENS = 256
+TEMPERATURE_WEIGHTS = (30, 40, 30)
+LONGEST_PROMPT_TOKENS = 96
+LONGEST_ANSWER_TOKENS = 128  # more prompts teach more than longer answers, which often end in loops
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="safetensors directory of the target")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=600_000, help="answer tokens to generate in this run")
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--end-id", type=int, default=2)
     parser.add_argument("--held-out", choices=("mixed", "only", "none"), default="mixed")

@@ -33,8 +33,9 @@ class RecurrentDraft(nn.Module):
     embedding: Tensor
     hot_head: Tensor
 
-    def __init__(self, width: int, inner: int, hot_tokens: Tensor, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, inner: int, hot_tokens: Tensor, eps: float = 1e-5, *, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout  # while training only
         self.width, self.inner, self.eps = width, inner, eps
         self.norm_target = nn.Parameter(torch.ones(width))
         self.norm_state = nn.Parameter(torch.ones(width))
@@ -62,11 +63,11 @@ class RecurrentDraft(nn.Module):
         """The states [n, width] after `tokens` [n]; `state` is the target's (after its final norm) or this draft's."""
         norm, fuse = (self.norm_target, self.fuse_target) if from_target else (self.norm_state, self.fuse_state)
         token = functional.embedding(tokens, self.embedding)
-        x = functional.linear(
-            torch.cat([self._norm(state, norm), self._norm(token, self.norm_token)], -1), self._cast(fuse)
-        )
+        both = torch.cat([self._norm(state, norm), self._norm(token, self.norm_token)], -1)
+        x = functional.linear(functional.dropout(both, self.dropout, self.training), self._cast(fuse))
         gate, up = functional.linear(self._norm(x, self.norm_inner), self._cast(self.gate_up)).chunk(2, -1)
-        return x + functional.linear(functional.silu(gate) * up, self._cast(self.down))
+        inner = functional.dropout(functional.silu(gate) * up, self.dropout, self.training)
+        return x + functional.linear(inner, self._cast(self.down))
 
     def readout(self, state: Tensor) -> Tensor:
         """What the hot head reads, [n, width]."""

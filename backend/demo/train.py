@@ -118,7 +118,7 @@ class HeadLoss(torch.autograd.Function):
 class Muon:
     """Momentum, orthogonalised by five Newton-Schulz iterations, for matrices."""
 
-    def __init__(self, matrices: list[torch.nn.Parameter], momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(self, matrices: list[torch.nn.Parameter], momentum: float = 0.95, decay: float = 0.3) -> None:
         self.matrices, self.momentum, self.decay = matrices, momentum, decay
         self.buffers = [torch.zeros_like(matrix) for matrix in matrices]
 
@@ -144,14 +144,17 @@ def _orthogonal(gradient: Tensor) -> Tensor:
 
 
 class Trainer:
-    def __init__(self, target: Path, data: Path, out: Path, *, inner: int, hot: int, rate: float) -> None:
+    def __init__(
+        self, target: Path, data: Path, out: Path, *, inner: int, hot: int, rate: float, dropout: float
+    ) -> None:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
         self.out, self.rate = out, rate
         self.examples = Examples(data)
         self.examples.refresh()
         self.embedding = model.get_input_embeddings().weight.detach()
+        width = self.embedding.shape[1]
         self.draft = RecurrentDraft(
-            self.embedding.shape[1], inner, self.examples.hot_tokens(hot), model.config.rms_norm_eps
+            width, inner, self.examples.hot_tokens(hot), model.config.rms_norm_eps, dropout=dropout
         )
         self.draft.norm_out.data.copy_(model.model.norm.weight.data)
         self.average = {name: p.detach().clone() for name, p in self.draft.named_parameters()}
@@ -258,12 +261,15 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=1536)
     parser.add_argument("--hot", type=int, default=8192)
     parser.add_argument("--rate", type=float, default=0.01)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(given.seed)
-    trainer = Trainer(given.target, given.data, given.out, inner=given.inner, hot=given.hot, rate=given.rate)
+    trainer = Trainer(
+        given.target, given.data, given.out, inner=given.inner, hot=given.hot, rate=given.rate, dropout=given.dropout
+    )
     trainer.choose_hot_tokens()
     trainer.train(given.steps, given.decay, torch.Generator().manual_seed(given.seed + trainer.steps))
     trainer.export(given.out / "weights")
