@@ -133,6 +133,8 @@ class _DraftLoader:
     def load(self, name: str, spec: str) -> Draft:
         if spec == "ngram" or (spec == "demo" and not BUNDLED_DRAFT.is_dir()):
             return NgramDraft()
+        if spec == "demo" and self._target.device.type == "cpu":  # captured GPU rounds know one kind of draft at a time
+            return NgramThenModelDraft(self._model(name, spec))
         if spec.startswith("ngram+"):
             return NgramThenModelDraft(self._model(name, spec.removeprefix("ngram+")))
         return self._model(name, spec)
