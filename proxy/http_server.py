@@ -17,6 +17,8 @@ from proxy.openai.errors import ApiError, head_too_large, invalid
 
 LARGE_BYTES = 64 * 1024
 """Larger parts are not copied together: that would cost more than a system call."""
+LINGER_S = 30.0
+"""How long what is left to say may take after the connection was closed."""
 MAX_HEAD_BYTES = 256 * 1024
 """What a client may send without coming any further: request line and headers, or trailers."""
 PATIENCE_S = 30.0
@@ -41,8 +43,11 @@ class MergedWrites:
         self._parts.append(data)
 
     def close(self) -> None:
+        """What was written may still go out, though not for ever to a client that does not take it."""
         self._flush()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _flush(self) -> None:
         parts, self._parts = self._parts, []

@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.proxy.serving import PRICE, Gateway, configuration
 from tests.services import wait_until
 from tests.upstream.process import FakeUpstream
@@ -25,7 +27,10 @@ def ask_and_never_read(gateway: Gateway, body: dict[str, Any]) -> socket.socket:
     return client
 
 
-def test_a_client_that_never_reads_the_end_of_its_stream_keeps_no_place(tmp_path: Path, upstream: FakeUpstream) -> None:
+def test_a_client_that_never_reads_the_end_of_its_stream_keeps_no_place_and_no_connection(
+    tmp_path: Path, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.http_server.LINGER_S", 1.0)
     fault = json.dumps({"name": "all-in-one-packet", "tokens": 400, "framing": "length"})
     model = {"deployments": [{"to": "legacy", "model": f"gpt-4@{fault}"}], "price": PRICE}
     config = configuration({"legacy": upstream.base_url}, large=model, m={})
@@ -37,5 +42,6 @@ def test_a_client_that_never_reads_the_end_of_its_stream_keeps_no_place(tmp_path
             wait_until(lambda: bool(gateway.rows()), 10, "the settlement")
             wait_until(lambda: worker.admission.running("legacy") == 0, 5, "the place to come free")
             assert worker.gate._open_holds == 0
+            wait_until(lambda: not gateway._server.server_state.connections, 5, "the connection to be closed")
         assert gateway.client().chat.completions.create(model="m", messages=HELLO).choices
         assert gateway.rows()[0]["generated_tokens"] == 400
