@@ -22,7 +22,7 @@ import torch
 
 from backend.adaptive import LengthPolicy, StepCosts
 from backend.calibration import measure_steps
-from backend.drafts import Draft, ModelDraft, NgramDraft
+from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
 from backend.loading import choose_dtype, load_model, load_tokenizer, resolve_weights
 from backend.model import PackedModel
@@ -230,7 +230,7 @@ def bundled_pair(bench: Bench, directory: Path, dtype: torch.dtype) -> Pair:
     if BUNDLED_DRAFT.is_dir():
         head = HeadDraft(load_demo_draft(model, BUNDLED_DRAFT), "bundled")
         head.calibrate(StepCosts.measured({rows: head.measure(rows) for rows in (1, 2, 4, 8)}))
-        drafts["bundled"] = head
+        drafts["bundled"] = NgramThenModelDraft(head)  # as `demo` is served
     return Pair("bundled pair", target, drafts, measure_steps(target, _SIZES, clock=bench.clock), model)
 
 
