@@ -16,7 +16,7 @@ from starlette.routing import Mount, Route
 from ledger.errors import LedgerError
 from policies.refusal import Refusal
 from proxy.account import Account
-from proxy.admin.app import admin_app
+from proxy.admin.app import admin_app, error_response, nothing_there, wrong_method
 from proxy.anthropic.counting import CountTokens
 from proxy.anthropic.dialect import MESSAGES
 from proxy.asgi import JSON, Receive, Reply, Scope, Send
@@ -28,7 +28,6 @@ from proxy.openai.errors import (
     as_api_error,
     internal_error,
     method_not_allowed,
-    not_found,
 )
 from proxy.openai.responses.dialect import RESPONSES
 from proxy.settings import Settings
@@ -69,8 +68,8 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> S
         lifespan=lifespan,
         middleware=[Middleware(RequestId)],
         exception_handlers={
-            404: _not_found,
-            405: _wrong_method,
+            404: nothing_there,
+            405: wrong_method,
             ApiError: _answer,
             LedgerError: _answer,
             Refusal: _answer,
@@ -149,20 +148,5 @@ class RequestId:
             await error_response(internal_error())(scope, receive, send_with_id)
 
 
-def error_response(error: ApiError) -> Response:
-    response = Response(error.body(), error.status, media_type="application/json")
-    response.raw_headers.extend(error.headers())
-    return response
-
-
 async def _answer(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    return error_response(not_found(request.url.path))
-
-
-async def _wrong_method(request: Request, error: Exception) -> Response:
-    allowed = (getattr(error, "headers", None) or {}).get("Allow", "GET")
-    return error_response(method_not_allowed(request.method, request.url.path, allowed))

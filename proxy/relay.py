@@ -20,6 +20,8 @@ from proxy.watch import Interrupted, Watch
 
 QUIET_S = 10.0
 """After so long without an event the client gets a comment, so that nobody between takes the stream for dead."""
+MAX_PRELUDE_BYTES = 2**20
+"""How much may come before the first event: comments, at most."""
 LAST_WORDS_S = 3.0
 """How long a finished answer may take to bring its usage and `[DONE]`."""
 
@@ -64,6 +66,8 @@ class Relay:
                 self._pending += packet
                 if b"data:" in packet or b"data:" in self._pending[-len(packet) - 8 :]:
                     break
+                if len(self._pending) > MAX_PRELUDE_BYTES:
+                    raise self._failed("sent much, and no event")
         except ConnectionLost as error:
             raise self._failed(str(error)) from error
         except Interrupted as error:

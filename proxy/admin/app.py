@@ -50,7 +50,7 @@ def admin_app(settings: Settings, database: Callable[[], Database]) -> Starlette
     routes = [Route(path, _route(installation, database, methods)) for path, methods in by_path.items()]
     document = msgspec.json.encode(openapi_document(ENDPOINTS))
     routes.append(Route("/openapi.json", lambda request: Response(document, media_type="application/json")))
-    return Starlette(routes=routes, exception_handlers={404: _nothing_there, 405: _wrong_method})
+    return Starlette(routes=routes, exception_handlers={404: nothing_there, 405: wrong_method})
 
 
 class _Route:
@@ -179,10 +179,10 @@ def error_response(error: ApiError) -> Response:
     return response
 
 
-async def _nothing_there(request: Request, _: Exception) -> Response:
+async def nothing_there(request: Request, _: Exception) -> Response:
     return error_response(not_found(request.url.path))
 
 
-async def _wrong_method(request: Request, error: Exception) -> Response:
+async def wrong_method(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "GET")
     return error_response(method_not_allowed(request.method, request.url.path, allowed))

@@ -136,6 +136,7 @@ FAULTS: dict[str, Fault] = {
     "200-empty": Fault(body=""),
     "200-null": Fault(body="null"),
     "200-list": Fault(body="[]"),
+    "200-much-and-no-event": Fault(headers=_AS_HTML, body="<p>" * 700_000),
     "200-not-json": Fault(body='{"id": "chatcmpl-1", "choices": [{"mess'),
     "200-no-choices": Fault(body='{"id": "chatcmpl-1", "object": "chat.completion", "choices": []}'),
     "204": Fault(status=204, body=""),
