@@ -54,7 +54,9 @@ async def check_journals(c: AsyncConnection, journal_dir: Path) -> tuple[int, st
         for info in list_epochs(slot_dir):
             row = known.get((slot_id, info.epoch))
             if row is None or row.journal_uuid != info.journal_uuid:
-                continue  # begun after our snapshot, or before a restored one: the next start enters it
+                # begun after our snapshot, or before a restored one: the next start enters it
+                unposted += await asyncio.to_thread(_count_settles, info)
+                continue
             check = _Epoch(c, info, slot_id, row.cursor_seq)
             try:
                 difference = await check.run()
@@ -145,6 +147,25 @@ def _request_id(frame: Frame) -> str | None:
         return str(UUID(record.request_id)) if isinstance(record, Settle) else None
     except (msgspec.DecodeError, ValueError):
         return None
+
+
+def _count_settles(info: EpochInfo) -> int:
+    """Of an epoch that SQL does not know. What does not read is left to the start that has to decide on it."""
+    counted, after = 0, 0
+    try:
+        reader = JournalReader(info.path)
+    except (JournalDamaged, OSError):
+        return 0
+    try:
+        after = reader.start().seq
+        while frames := reader.read(after, PAGE):
+            counted += sum(frame.type == SETTLE for frame in frames)
+            after = frames[-1].seq
+    except (JournalDamaged, OSError):
+        pass
+    finally:
+        reader.close()
+    return counted
 
 
 async def _batches(c: AsyncConnection, slot_id: str, epoch: int, after_seq: int = 0) -> AsyncIterator[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,6 @@ from proxy.commands.options import (
     LimitOption,
     ReasonOption,
     act,
-    ledger_of,
     print_json,
     print_listing,
     print_record,
@@ -30,6 +31,7 @@ from proxy.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from ledger.database import Database
     from ledger.verify import Report
     from proxy.settings import Settings
 
@@ -161,8 +163,31 @@ def verify(
 async def _verify(settings: Settings, month: str | None) -> Report:
     from ledger.verify import verify
 
-    async with ledger_of(settings) as db, progress("verifying") as step:
+    async with _ledger_as_it_is(settings) as db, progress("verifying") as step:
         return await verify(db, settings.storage.journal_path, month, progress=step)
+
+
+def _require_file(database_url: str) -> None:
+    from sqlalchemy import make_url
+
+    url = make_url(database_url)
+    if url.drivername.startswith("sqlite") and url.database and not Path(url.database).exists():
+        raise Fail(f"there is no ledger at {url.database}: is this the --config and --data-dir it was made with?", 2)
+
+
+@asynccontextmanager
+async def _ledger_as_it_is(settings: Settings) -> AsyncIterator[Database]:
+    """Never a new one: that would prove that all is well where the ledger is gone, or the directory a wrong one."""
+    _require_file(settings.storage.database)
+    from ledger.database import Database
+    from ledger.migrations import require_current
+
+    db = await Database.open(settings.storage.database)
+    try:
+        await require_current(db)
+        yield db
+    finally:
+        await db.close()
 
 
 def _checked(kind: Any, fields: dict[str, Any]) -> Any:

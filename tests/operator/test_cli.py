@@ -50,6 +50,16 @@ def test_what_is_logged_does_not_mix_with_the_answer(base_dir: Path) -> None:
     assert json.loads(ran.stdout) == {"data": []}
 
 
+def test_a_ledger_that_is_not_there_is_not_proved(tallygate: Run, base_dir: Path) -> None:
+    (base_dir / "data" / "tallygate.db").unlink()
+    for _ in range(2):
+        ran = tallygate("verify")
+        assert (ran.code, ran.out) == (2, "")
+        assert f"there is no ledger at {base_dir / 'data' / 'tallygate.db'}" in ran.err
+    tallygate("migrate")
+    assert tallygate("verify").code == 0
+
+
 def test_a_team_a_key_and_a_payment_from_the_shell(tallygate: Run) -> None:
     team = tallygate("team", "create", "Web shop", "--currency", "CNY", "--json").json
     assert (team["billing_currency"], team["timezone"]) == ("CNY", "Asia/Shanghai")
