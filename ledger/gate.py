@@ -91,6 +91,7 @@ class Gate:
         slot_dir = journal_dir / str(slot)
         lock = await asyncio.to_thread(SlotLock.acquire, slot_dir)
         try:
+            await asyncio.to_thread(_require_room, files or Files(), slot_dir, segment_bytes)
             epoch, journal_uuid = await begin_epoch(db, slot_id, slot_dir, clock())
         except BaseException:
             lock.release()
@@ -364,3 +365,16 @@ class Gate:
                     hold.journal_progress()
             except LedgerError as error:
                 self.journal_failed(error)
+
+
+def _require_room(files: Files, slot_dir: Path, segment_bytes: int) -> None:
+    """Before SQL issues an epoch: each try on a full disk would leave one more there. Raises LedgerUnavailable."""
+    try:
+        free = files.free_bytes(slot_dir)
+    except OSError as error:
+        raise LedgerUnavailable(f"the journal's disk does not answer: {error}") from error
+    if free < 2 * segment_bytes:
+        raise LedgerUnavailable(
+            f"the journal's disk has {free >> 20} MiB free and a new epoch needs {2 * segment_bytes >> 20} MiB: "
+            f"free space on the file system of {slot_dir}"
+        )

@@ -62,6 +62,8 @@ class Worker:
         self.keyring: Keyring | None = None
         self.gateway: Gateway | None = None
         self._embed_poster = embed_poster
+        self.refused: str | None = None
+        """Why it cannot be opened at all, until an operator decides."""
         self._failure: str | None = "starting"
         self._refreshed_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -142,6 +144,9 @@ class Worker:
             self._failure = str(error)
             log.warning("not_open_yet", reason=str(error))
             return
+        except LedgerError as error:
+            self.refused = str(error)
+            raise
         self.keyring = Keyring(self.db, KeyHasher(key_secret(settings)))
         await self._refresh()
         self.gateway = Gateway(

@@ -59,10 +59,12 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
     from proxy.app import build_app
     from proxy.http_server import GatewayProtocol
     from proxy.logs import configure_logging
+    from proxy.preflight import StartRefused
 
     configure_logging()
+    app = build_app(settings, slot=slot)
     config = uvicorn.Config(
-        build_app(settings, slot=slot),
+        app,
         http=GatewayProtocol,
         loop="auto",
         ws="none",
@@ -75,7 +77,11 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
     )
     server = _punctual(uvicorn.Server)(config)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done: then end with code 0
-    server.run(sockets=[socket.socket(fileno=fd)])
+    try:
+        server.run(sockets=[socket.socket(fileno=fd)])
+    finally:  # uvicorn ends the process itself, and says only that the start failed
+        if app.state.worker.refused is not None:
+            raise StartRefused(app.state.worker.refused)
     if not server.started:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,11 @@ from ledger.errors import (
     InsufficientQuota,
     LedgerUnavailable,
 )
-from ledger.journal import list_epochs
+from ledger.journal import Files, list_epochs
 from ledger.leases import Fenced
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
+from ledger.schema import epochs, leases, slots
 from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
@@ -315,3 +317,26 @@ async def test_an_unknown_journal_is_refused_with_words(house: House) -> None:
     await house.gate()
     await house.post()
     await proven(house)
+
+
+class FullDisk(Files):
+    def free_bytes(self, path: Path) -> int:
+        return 1 << 20
+
+
+async def test_a_start_on_a_full_disk_waits_and_leaves_no_epochs_behind(house: House) -> None:
+    for _ in range(3):
+        with pytest.raises(LedgerUnavailable, match="1 MiB free"):
+            await house.gate(files=FullDisk())
+    assert (await house.gate()).journal.epoch == 1
+
+
+async def test_what_is_journalled_and_unknown_to_sql_counts_as_not_posted(house: House) -> None:
+    gate = await house.gate()
+    for _ in range(3):
+        await run(gate, house.ask())
+    await house.gates.pop().close()
+    async with house.db.begin() as c:  # a database restored from before this epoch
+        for table in (leases, epochs, slots):
+            await c.execute(table.delete())
+    assert (await verify(house.db, house.journal_dir)).unposted == 3

@@ -316,6 +316,21 @@ def test_the_second_start_shows_the_same_key_and_no_child_survives_a_killed_supe
         assert alive == []
 
 
+def test_a_damaged_journal_stops_the_start_and_is_named(tmp_path: Path, upstream: FakeUpstream) -> None:
+    with Serving(tmp_path, upstream) as first:
+        first.children()["poster"].suspend()
+        assert first.ask().status_code == 200
+        first.kill()
+    segment = max((tmp_path / "data/journal").rglob("*.seg"))
+    os.truncate(segment, 300)
+    options = ["--config", str(tmp_path / "tallygate.yaml"), "--data-dir", str(tmp_path), "--port", str(free_port())]
+    ran = subprocess.run([*TALLYGATE, "serve", *options], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2
+    line = ran.stderr.splitlines()[-1]
+    assert f"{segment}: no valid frame 1 at byte " in line
+    assert "Application startup failed" not in line
+
+
 def test_a_taken_port_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
