@@ -190,6 +190,10 @@ class Gateway:
                 else:
                     broke = False
                     await self._answer(run, deployment, patience)
+            except Refusal:  # its queue is full, or was too slow: it was not asked
+                run.attempts -= 1
+                if deployment is candidates[-1]:
+                    raise
             except UpstreamFailed as error:
                 failure = error
                 self._failed(deployment, error.kind, error.pause_ms)

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from policies.admission import Capacity
 from proxy.routing import Deployment, Fitness, Route
 from proxy.settings import Deployment as DeploymentSettings
 from proxy.settings import Model
@@ -185,6 +186,18 @@ async def test_the_cap_of_a_place_holds_for_all_that_it_serves(tmp_path: Path, u
     finally:
         caller.close()
         await asyncio.to_thread(gateway.stop)
+
+
+def test_a_deployment_without_room_leaves_the_request_to_its_fallback(routed: Gateway, upstream: FakeUpstream) -> None:
+    admission = routed.app.state.worker.admission
+    admission.update({"first": Capacity(1, max_queue=0), "second": Capacity(0)})
+    occupied = admission.slot("first", "another team")
+    assert occupied._lane.take()
+    raw = routed.client().chat.completions.with_raw_response.create(model="error", messages=HELLO)
+    assert raw.headers["x-tallygate-deployment"] == "second"
+    assert routed.row(raw.headers["x-request-id"])["attempts"] == 1
+    with pytest.raises(openai.RateLimitError):
+        routed.client().chat.completions.create(model="alone", messages=HELLO)
 
 
 async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_of_the_upstream(
