@@ -94,7 +94,10 @@ class Child:
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             except TimeoutError:
-                self.start()
+                try:
+                    self.start()
+                except OSError as error:  # no memory, no room for its log: that may pass, so the next turn tries again
+                    self._say(f"{self.role.name} cannot be started: {error}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def leave_ended(self) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import httpx
 import pytest
 
+from proxy.admin.resources import ENDPOINTS
 from tests.operator.conftest import ADMIN_TOKEN, Admin
 
 
@@ -219,6 +220,28 @@ def test_roles_bound_what_a_token_may_do(admin: Admin) -> None:
         error(viewer.get("/teams"), 401)
     assert tokens["finance"]["token"] not in _whole_database(admin)
     error(admin.client.post("/admin-tokens", json={"name": "x", "role": "god"}), 400)
+
+
+def test_no_role_may_change_what_is_not_its_own(admin: Admin) -> None:
+    """finance: top-ups and invoices. viewer: nothing at all. Whatever endpoint is added must be decided on here."""
+    of_finance = {
+        "/teams/{team}/topups",
+        "/teams/{team}/grants",
+        "/teams/{team}/refunds",
+        "/invoices",
+        "/invoices/{invoice}/finalize",
+        "/invoices/{invoice}/pay",
+        "/invoices/{invoice}/void",
+    }
+    for role in ("viewer", "finance"):
+        token = admin.client.post("/admin-tokens", json={"name": role, "role": role}).json()["token"]
+        with admin.with_token(token) as client:
+            for endpoint in ENDPOINTS:
+                if not endpoint.writes or (role == "finance" and endpoint.path in of_finance):
+                    continue
+                answer = client.request(endpoint.method, re.sub(r"\{\w+\}", "x", endpoint.path), json={})
+                assert error(answer, 403)["code"] == "role_not_allowed", f"{role} {endpoint.method} {endpoint.path}"
+            error(client.get("/admin-tokens"), 403)
 
 
 def test_every_change_is_in_the_audit_chain_with_who_and_why(admin: Admin) -> None:
