@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments: for callers within Python, who keep their own logging. None: those of this process.
     """
     if arguments is None:
+        _open_closed_streams()
         configure_logging(logging.WARNING)  # roles ask for more; whatever is logged must not mix with --json
     try:
         code = build_cli()(args=arguments, standalone_mode=False, prog_name="tallygate")
@@ -81,6 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _explain(error)
     sys.stdout.flush()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """Whoever starts us may have closed them (`>&-`, a daemon). What is said then goes nowhere; and the first file that
+    we open must not get their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _explain(error: Exception) -> int:

@@ -87,13 +87,21 @@ def compose(name: str, text: str, base_dir: Path, environ: Mapping[str, str], op
         raise SourceError(name, [Problem("", f"not valid YAML: {error.problem or error.context}", line)]) from None
     except yaml.YAMLError as error:
         raise SourceError(name, [Problem("", f"not valid YAML: {error}")]) from None
+    except RecursionError:
+        raise SourceError(name, [Problem("", "nested too deeply: not a configuration file")]) from None
     return Source(name, root, base_dir, environ, optional)
+
+
+def _start_of(path: Path) -> bytes:
+    """One byte more than allowed at most: a path may name what has no end."""
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def read(path: Path, base_dir: Path, environ: Mapping[str, str], optional: frozenset[str]) -> Source:
     """Read and parse a file. Raises SourceError when it is missing, unreadable, too large or not UTF-8 YAML."""
     try:
-        raw = path.read_bytes()
+        raw = _start_of(path)
     except OSError as error:
         raise SourceError(str(path), [Problem("", f"cannot be read: {error.strerror}")]) from None
     if len(raw) > MAX_BYTES:
@@ -260,7 +268,11 @@ def _resolve(source: Source, value: str, path: str) -> Any:
     if value.startswith("file:"):
         target = source.base_dir / value[5:]
         try:
-            return target.read_text(encoding="utf-8").strip()
+            raw = _start_of(target)
+            if len(raw) <= MAX_BYTES:
+                return raw.decode().strip()
+            source.complain(path, f"{os.fspath(target)} is larger than {MAX_BYTES // 2**20} MiB: not a secret")
+            return _MISSING
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             source.complain(path, f"cannot read {os.fspath(target)}: {reason}")

@@ -60,6 +60,14 @@ def test_a_ledger_that_is_not_there_is_not_proved(tallygate: Run, base_dir: Path
     assert tallygate("verify").code == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(base_dir: Path, closed: str) -> None:
+    for arguments, code in (("verify", 0), ("verify --month x", 2)):
+        line = f"exec {sys.executable} -m proxy.cli {arguments} --data-dir {base_dir} {closed}"
+        ran = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+        assert (ran.returncode, "Traceback" in ran.stderr) == (code, False)
+
+
 def test_a_team_a_key_and_a_payment_from_the_shell(tallygate: Run) -> None:
     team = tallygate("team", "create", "Web shop", "--currency", "CNY", "--json").json
     assert (team["billing_currency"], team["timezone"]) == ("CNY", "Asia/Shanghai")

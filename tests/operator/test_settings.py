@@ -181,6 +181,17 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
         load_settings(tmp_path / "gone.yaml", tmp_path)
 
 
+@pytest.mark.parametrize("text", ["server: " + "[" * 5_000, "server: " + "{a: " * 3_000 + "1" + "}" * 3_000])
+def test_what_is_nested_without_end_is_refused(tmp_path: Path, text: str) -> None:
+    assert refused(tmp_path, text) == ["config.yaml: nested too deeply: not a configuration file"]
+
+
+def test_a_secret_or_configuration_without_end_is_refused(tmp_path: Path) -> None:
+    assert "larger than 4 MiB: not a secret" in refused(tmp_path, "admin_token: file:/dev/zero")[0]
+    with pytest.raises(SettingsError, match="larger than 4 MiB: not a configuration file"):
+        load_settings(Path("/dev/zero"), tmp_path)
+
+
 def test_merged_defaults_may_be_overridden(tmp_path: Path) -> None:
     text = """\
 upstreams:
