@@ -20,7 +20,7 @@ class StartRefused(Exception):
 
 
 def check_directories(settings: Settings) -> None:
-    """The data, journal and database directories exist afterwards and can be written."""
+    """The data, journal and database directories exist afterwards and can be written; those made here are private."""
     directories = [settings.data_dir, settings.storage.journal_path]
     if settings.storage.database.startswith("sqlite:///"):
         directories.append(Path(settings.storage.database.removeprefix("sqlite:///")).parent)
@@ -31,7 +31,7 @@ def check_directories(settings: Settings) -> None:
 def _check_writable(directory: Path) -> None:
     probe = directory / f".write-test-{os.getpid()}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # kept answers, end users, usage
         probe.touch()
         probe.unlink()
     except OSError as error:
