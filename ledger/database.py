@@ -25,6 +25,7 @@ Dialect = Literal["sqlite", "postgresql"]
 BUSY_TIMEOUT_MS = 10_000
 """How long a SQLite writer waits for the writer before it; the same as the lock time-out on PostgreSQL."""
 CONNECT_TIMEOUT_S = 5.0
+_NO_DATABASE = ("file is not a database", "malformed")
 _UNAVAILABLE = ("locked", "busy", "unable to open", "disk", "readonly", "closed", "connection", "full")
 """Words in driver messages that carry no SQLSTATE and mean: cannot be reached or written now."""
 
@@ -44,7 +45,8 @@ class Database:
 
     @classmethod
     async def open(cls, url: str, *, pool_size: int = 5, command_timeout_s: float | None = None) -> Database:
-        """Connects once to be sure. Raises Invalid for a URL of no known kind, LedgerUnavailable if nobody answers.
+        """Connects once to be sure. Raises Invalid for a URL of no known kind or a file that is no database,
+        LedgerUnavailable if nobody answers.
 
         command_timeout_s: how long PostgreSQL may take for one statement before it counts as unavailable, so that a
         frozen server does not freeze us. Give one wherever somebody waits; None suits long reports.
@@ -57,10 +59,16 @@ class Database:
             engine = _postgresql_engine(parsed, pool_size, command_timeout_s)
         db = cls(engine, dialect)
         try:
-            async with db.read():
-                pass
-        except BaseException:
+            async with db.read() as c:
+                if dialect == "sqlite":
+                    await c.exec_driver_sql("SELECT count(*) FROM sqlite_master")  # reads the file's first page
+        except BaseException as error:
             await db.close()
+            if isinstance(error, DBAPIError) and any(word in str(error.orig) for word in _NO_DATABASE):
+                raise Invalid(
+                    f"{parsed.database} is damaged or no SQLite database ({error.orig}): restore it from a backup",
+                    "storage.database",
+                ) from None
             raise
         return db
 

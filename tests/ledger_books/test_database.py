@@ -227,3 +227,10 @@ def test_the_gateway_does_not_pay_for_alembic() -> None:
     modules = "ledger.audit ledger.prices ledger.budgets ledger.keys ledger.topups ledger.migrations ledger.partitions"
     program = f"import sys, {', '.join(modules.split())}; sys.exit('alembic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"this was a ledger once. " * 500)
+    with pytest.raises(Invalid, match=r"ledger\.db is damaged or no SQLite database"):
+        await Database.open(f"sqlite:///{path}")
