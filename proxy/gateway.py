@@ -24,7 +24,6 @@ from policies.refusal import Refusal
 from proxy.asgi import (
     JSON,
     ClientGone,
-    Headers,
     Receive,
     Reply,
     Scope,
@@ -53,7 +52,7 @@ from proxy.openai.errors import (
 )
 from proxy.openai.plain import NoAnswer
 from proxy.openai.requests import prompt_text
-from proxy.openai.usage import Counts, acceptance_rate
+from proxy.openai.usage import Counts
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
 from proxy.routing import Deployment, Route
@@ -229,6 +228,7 @@ class Gateway:
         run.draft_model = None
         if deployment.speculates:
             headers += b"x-speculative-decoding: %b\r\n" % speculation.mode.encode()
+            headers += b"x-tallygate-team: %b\r\n" % request.principal.team_id.encode()  # its queue is fair among teams
             if speculation.draft is not None:
                 run.draft_model = speculation.draft
                 headers += b"x-draft-model: %b\r\n" % speculation.draft.encode()
@@ -262,7 +262,7 @@ class Gateway:
         answer = keep(False, body, run.dialect.native) if request.once is not None else None
         settled = await self._settle(run, "completed", tokens, told, answer=answer)
         body = plain.body(settled.usage(generates=request.dialect.generates))
-        await run.reply.whole(200, body, [JSON, *self._headers(run, settled)])
+        await run.reply.whole(200, body, [JSON, *run.headers(settled)])
 
     async def _whole(self, run: Run, deployment: Deployment) -> bytes:
         answer = await self._send(run, deployment)
@@ -285,12 +285,15 @@ class Gateway:
             await relay.open()
             if run.request.once is not None:
                 relay.recorder = Recorder(run.dialect.native)
-            ending = await relay.run(run.hold, run.reply, self._headers(run), call.least_prompt_tokens)
+            ending = await relay.run(run.hold, run.reply, run.headers(), call.least_prompt_tokens)
             await self._finish(run, deployment, ending, reader, relay)
             return ending.how == "broken" and not ending.long
-        except asyncio.CancelledError:  # this worker is stopping: what was delivered is settled first
+        except (UpstreamFailed, Interrupted):
+            raise
+        except BaseException as error:  # this worker is stopping, or has failed: what was delivered is settled first
             if not run.settled:
-                await self._finish(run, deployment, Ending("broken", shutting_down()), reader, relay)
+                why = shutting_down() if isinstance(error, asyncio.CancelledError) else internal_error()
+                await self._finish(run, deployment, Ending("broken", why), reader, relay)
             raise
         finally:
             relay.leave()
@@ -370,24 +373,10 @@ class Gateway:
         self._metrics.settled(run.request.call.model, outcome, receipt)
         return Settled(tokens, receipt, run.draft_model)
 
-    def _headers(self, run: Run, settled: Settled | None = None) -> Headers:
-        deployment = run.deployment
-        assert deployment is not None
-        headers = [
-            (b"x-tallygate-deployment", deployment.name.encode("latin-1", "replace")),
-            (b"x-tallygate-draft-model", (run.draft_model or "none").encode("latin-1", "replace")),
-        ]
-        headers += [(name.encode(), value.encode()) for name, value in run.ticket.headers().items()]
-        if settled is not None:
-            headers.append((b"x-tallygate-cost-usd", settled.cost_usd))
-            headers.append((b"x-tallygate-cost-cny", settled.cost_cny))
-            rate = acceptance_rate(settled.tokens)
-            if rate is not None:
-                headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
-        return headers
-
     async def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
         self._metrics.refused(error.code or error.type)
+        if reply.ended:
+            return
         if reply.begun:
             await reply.end(dialect.error_event(error))
         else:

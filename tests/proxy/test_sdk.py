@@ -147,6 +147,7 @@ def test_the_backend_is_told_what_to_speculate_with(
     )
     sent = upstream.entry(raw.headers["x-request-id"])["headers"]
     assert (sent["x-speculative-decoding"], sent.get("x-draft-model")) == (mode, draft)
+    assert sent["x-tallygate-team"] == "team_demo"
     assert "authorization" not in sent
 
 
