@@ -63,7 +63,7 @@ async def read_body(receive: Receive, limit_bytes: int) -> bytes:
 class Reply:
     """What goes back to one client. It knows the request id, which every answer carries."""
 
-    __slots__ = ("_send", "_started_ns", "begun", "id_header", "request_id")
+    __slots__ = ("_send", "_started_ns", "begun", "ended", "id_header", "request_id")
 
     def __init__(self, send: Send, request_id: str, id_header: bytes = b"x-request-id") -> None:
         self._send = send
@@ -71,6 +71,7 @@ class Reply:
         self.request_id = request_id
         self.id_header = id_header
         self.begun = False
+        self.ended = False
 
     def elapsed_ms(self, until_ns: int | None = None) -> int:
         """From the arrival of the request until now, or until a reading of `time.perf_counter_ns`."""
@@ -95,6 +96,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
+        self.ended = True
         await self._send({"type": "http.response.body", "body": data})
 
 

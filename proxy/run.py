@@ -8,9 +8,11 @@ from ledger.gate import Ask, Hold, Spender
 from policies.access import Principal
 from policies.drafts import Speculation
 from policies.quotas import Ticket
-from proxy.asgi import Reply
+from proxy.asgi import Headers, Reply
+from proxy.metering import Settled
 from proxy.openai.dialects import Dialect
 from proxy.openai.requests import Call
+from proxy.openai.usage import acceptance_rate
 from proxy.routing import Deployment, Route
 from proxy.watch import Watch
 
@@ -104,3 +106,20 @@ class Run:
         if request.extends or self.hold.output_tokens >= wanted * choices:
             return None
         return max(1, self.hold.output_tokens // choices)
+
+    def headers(self, settled: Settled | None = None) -> Headers:
+        """What the response says of the deployment, the limits and, once it is settled, the cost."""
+        deployment = self.deployment
+        assert deployment is not None
+        headers = [
+            (b"x-tallygate-deployment", deployment.name.encode("latin-1", "replace")),
+            (b"x-tallygate-draft-model", (self.draft_model or "none").encode("latin-1", "replace")),
+        ]
+        headers += [(name.encode(), value.encode()) for name, value in self.ticket.headers().items()]
+        if settled is not None:
+            headers.append((b"x-tallygate-cost-usd", settled.cost_usd))
+            headers.append((b"x-tallygate-cost-cny", settled.cost_cny))
+            rate = acceptance_rate(settled.tokens)
+            if rate is not None:
+                headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
+        return headers
