@@ -20,7 +20,7 @@ from backend.adaptive import LengthPolicy, StepCosts
 from backend.calibration import measure_steps
 from backend.demo.draft import WEIGHTS, load_demo_draft
 from backend.demo.prompts import KINDS, Kind, prompts
-from backend.drafts import DraftJob
+from backend.drafts import Draft, DraftJob, NgramThenModelDraft
 from backend.engine import Engine
 from backend.head_draft import HeadDraft
 from backend.loading import load_model, load_tokenizer, resolve_weights, stop_tokens_of
@@ -76,7 +76,7 @@ class Acceptance:
 class _Recorder:
     """A draft that remembers what it proposed, so that it can be compared with the answer."""
 
-    def __init__(self, draft: HeadDraft) -> None:
+    def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self.weights = draft.weights
         self.can_draft = draft.can_draft
@@ -92,9 +92,9 @@ class _Recorder:
 
 
 class Evaluation:
-    """The bundled pair, loaded once. length: tokens drafted per round."""
+    """The bundled pair, loaded once. length: tokens drafted per round. lookup: as served, n-gram lookup first."""
 
-    def __init__(self, data_dir: Path, weights: Path, dtype: torch.dtype, length: int) -> None:
+    def __init__(self, data_dir: Path, weights: Path, dtype: torch.dtype, length: int, *, lookup: bool = False) -> None:
         directory = resolve_weights("demo", data_dir)
         model = load_model(directory, dtype, torch.device("cpu"))
         self.tokenizer = load_tokenizer(directory)
@@ -102,12 +102,13 @@ class Evaluation:
         self.target = PackedModel(model, slots=8, capacity=1024)
         self.head = HeadDraft(load_demo_draft(model, weights), "demo")
         self.length = length
+        self._draft: Draft = NgramThenModelDraft(self.head) if lookup else self.head
 
     def acceptance(
         self, conversations: Sequence[list[dict[str, str]]], temperature: float, max_tokens: int
     ) -> Acceptance:
         """Answer the conversations, drafting `length` tokens in every round."""
-        recorder = _Recorder(self.head)
+        recorder = _Recorder(self._draft)
         policy = LengthPolicy(StepCosts(), fixed=self.length)
         engine = Engine(self.target, self.tokenizer.decode, {"demo": recorder}, policy=policy)
         running = []
@@ -150,11 +151,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="per kind")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--length", type=int, default=5)
+    parser.add_argument("--lookup", action="store_true", help="look the last tokens up in the text first, as served")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    evaluation = Evaluation(given.data_dir, given.weights, getattr(torch, given.dtype), given.length)
+    dtype = getattr(torch, given.dtype)
+    evaluation = Evaluation(given.data_dir, given.weights, dtype, given.length, lookup=given.lookup)
     for temperature in (0.0, 0.7):
         print(f"\n| T = {temperature:g} | rounds | α | by position | tokens per pass, K = 1…{given.length} |")
         print("|---|---|---|---|---|")
