@@ -282,6 +282,7 @@ class Gate:
                 if any(change.subject_kind in ("price_version", "fx_rate", "team") for change in changes):
                     self._plans.book = await PriceBook.load(c, self.clock())
             leases.down_since_ms = None
+            leases.resync()
             self.journal.posted(cursor or 0)
             if changes:
                 self._seen = changes[-1].seq

@@ -175,11 +175,19 @@ class Leases:
         for slice in list(self.slices.values()):
             if slice.lock.locked() or revisions.get(slice.account_id) != slice.revision:
                 continue  # an operation of ours is under way, or was while we read: it knows better
+            if not slice.synced:
+                continue  # the server may still be committing what we lost sight of: `resync` reads under its lock
             before = slice.taken - slice.returned
             _adopt(slice, rows.get(slice.account_id))
             if slice.taken - slice.returned < before:
                 lost.append(slice.account_id)
         return lost
+
+    def resync(self) -> None:
+        """Start to find out how the operations ended whose COMMIT we lost sight of; nobody waits for it."""
+        for slice in self.slices.values():
+            if not slice.synced and not slice.lock.locked():
+                self._spawn(self._resync(slice)).add_done_callback(_forget_failure)
 
     async def close(self) -> int:
         """Return everything that is free. Returns how much open holds still keep."""
@@ -217,6 +225,13 @@ class Leases:
         async with slice.lock:
             return await self._guarded(slice, self._return, slice, amount_pico)
 
+    async def _resync(self, slice: Slice) -> int:
+        async def nothing() -> int:
+            return 0
+
+        async with slice.lock:
+            return await self._guarded(slice, nothing)
+
     async def _guarded(self, slice: Slice, operation: Callable[..., Any], *args: Any) -> int:
         if self.fenced:
             raise Fenced("another process has taken over this slot; restart this worker")
@@ -231,8 +246,9 @@ class Leases:
             self.failed()
             raise
         except LedgerUnavailable:
-            slice.free += slice.on_its_way
-            slice.on_its_way = 0
+            if slice.synced:  # else an earlier return may have arrived: only SQL can tell
+                slice.free += slice.on_its_way
+                slice.on_its_way = 0
             self.failed()
             raise
         except BaseException as error:  # SQL refused what it never should: read what it says before going on

@@ -18,7 +18,7 @@ from ledger.gate import Gate
 from ledger.leases import Fenced
 from ledger.migrations import migrate
 from ledger.quotas import Scope
-from ledger.schema import slots
+from ledger.schema import accounts, leases, slots
 from tests.ledger_flow.conftest import furnished
 from tests.ledger_flow.material import USD, House, now_ms, price, run, used
 from tests.ledger_flow.processes import lines, spender
@@ -189,6 +189,71 @@ async def test_a_failover_that_lost_a_lease_stops_its_spending(either: House) ->
     assert slice.free == 0
     await run(gate, either.ask())  # takes anew
     await proven(either)
+
+
+async def test_a_return_whose_end_nobody_saw_is_not_spent_until_sql_has_told(house: House) -> None:
+    """SQL gave the money to others, perhaps; a second failure must not put it back into our hands."""
+    gate = await house.gate()
+    await run(gate, house.ask())
+    (slice,) = [s for s in gate.leases.slices.values() if s.kind == "prepaid"]
+    real = Database.begin
+
+    @asynccontextmanager
+    async def cut(self):  # type: ignore[no-untyped-def]
+        async with real(self) as c:
+            yield c
+        raise CommitUnknown("cut after COMMIT arrived")
+
+    @asynccontextmanager
+    async def away(self):  # type: ignore[no-untyped-def]
+        raise LedgerUnavailable("still away")
+        yield
+
+    house.db.begin = cut.__get__(house.db)  # type: ignore[method-assign]
+    with pytest.raises(LedgerUnavailable):
+        await gate.leases.give_back(slice)
+    gate.leases.down_since_ms = None
+    house.db.begin = away.__get__(house.db)  # type: ignore[method-assign]
+    with pytest.raises(LedgerUnavailable):
+        await gate.leases.give_back(slice)
+    assert slice.free == 0
+    del house.db.begin
+    gate.leases.down_since_ms = None
+    await run(gate, house.ask())
+    await proven(house)
+
+
+async def test_a_reconnect_waits_for_a_return_that_is_still_being_committed(
+    ledger_postgres_url: str, tmp_path: Path
+) -> None:
+    """A COMMIT may go on in the server after we lost it (it waits for its standby): what it says counts, not what a
+    reader sees before it."""
+    async with furnished(ledger_postgres_url, tmp_path / "journal") as house:
+        gate = await house.gate()
+        await run(gate, house.ask())
+        (slice,) = [s for s in gate.leases.slices.values() if s.kind == "prepaid"]
+        committing, over = asyncio.Event(), asyncio.Event()
+
+        async def return_slowly(amount: int) -> None:
+            async with house.db.begin() as c:
+                mine = (leases.c.account_id == slice.account_id, leases.c.revision == slice.revision)
+                back = {"returned_pico": leases.c.returned_pico + amount, "revision": leases.c.revision + 1}
+                of = accounts.c.id == slice.account_id
+                await c.execute(update(accounts).where(of).values(leased_pico=accounts.c.leased_pico - amount))
+                await c.execute(update(leases).where(*mine).values(back))
+                committing.set()
+                await over.wait()
+
+        server = asyncio.create_task(return_slowly(slice.free))
+        await committing.wait()
+        slice.on_its_way, slice.free, slice.synced = slice.free, 0, False  # as after a CommitUnknown
+        gate.leases.failed()
+        await gate.refresh()
+        assert slice.free == 0, "nobody knows yet whether it went back"
+        over.set()
+        await server
+        await run(gate, house.ask())
+        await proven(house)
 
 
 @pytest.mark.parametrize("workers", [4])
