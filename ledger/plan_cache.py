@@ -31,6 +31,8 @@ class PlanCache:
         self._making: dict[Key, asyncio.Task[Plan]] = {}
         self._known_teams: set[str] = set()
         self._teams_with_user_budgets: set[str] = set()
+        self._forgotten = 0
+        """How often something was forgotten: what was read before the last time may be out of date."""
 
     def find(self, ask: Ask) -> Plan | None:
         """The plan in force at `ask.at_ms`, if it is here."""
@@ -44,7 +46,7 @@ class PlanCache:
         making = self._making.get(key)
         if making is None:
             making = self._making[key] = asyncio.get_running_loop().create_task(self._make(ask))
-            making.add_done_callback(lambda _: self._making.pop(key, None))
+            making.add_done_callback(lambda done: self._made(key, done))
         plan = await asyncio.shield(making)
         if plan.from_ms <= ask.at_ms < plan.until_ms:
             return plan
@@ -52,6 +54,8 @@ class PlanCache:
 
     def forget(self, team_ids: set[str | None]) -> None:
         """Something of these teams changed; None: something of everybody."""
+        self._forgotten += 1
+        self._making.clear()  # who asks from now on reads anew
         if None in team_ids:
             self._plans.clear()
             self._known_teams.clear()
@@ -62,6 +66,10 @@ class PlanCache:
         for key in [key for key, plan in self._plans.items() if plan.team_id in team_ids]:
             del self._plans[key]
 
+    def _made(self, key: Key, done: asyncio.Task[Plan]) -> None:
+        if self._making.get(key) is done:
+            del self._making[key]
+
     def _key(self, ask: Ask) -> Key:
         spender = ask.spender
         end_user = spender.end_user if spender.team_id in self._teams_with_user_budgets else None
@@ -69,6 +77,7 @@ class PlanCache:
 
     async def _make(self, ask: Ask) -> Plan:
         """Reads; writes only where a budget begins a new period."""
+        forgotten = self._forgotten
         try:
             async with self._db.read() as c:
                 plan = await self._from_sql(c, ask, writing=False)
@@ -79,18 +88,24 @@ class PlanCache:
             self._leases.failed()
             raise
         assert plan is not None
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[self._key(ask)] = plan
+        if (
+            forgotten == self._forgotten
+        ):  # else a change overtook the reading: good for this request, not for later ones
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[self._key(ask)] = plan
         return plan
 
     async def _from_sql(self, c: AsyncConnection, ask: Ask, *, writing: bool) -> Plan | None:
         team_id = ask.spender.team_id
-        if team_id not in self._known_teams:
-            if await has_end_user_budgets(c, team_id):
-                self._teams_with_user_budgets.add(team_id)
-            self._known_teams.add(team_id)
         per_end_user = team_id in self._teams_with_user_budgets
+        if team_id not in self._known_teams:
+            forgotten = self._forgotten
+            per_end_user = await has_end_user_budgets(c, team_id)
+            if forgotten == self._forgotten:
+                self._known_teams.add(team_id)
+                if per_end_user:
+                    self._teams_with_user_budgets.add(team_id)
         book, leases = self.book, self._leases
         return await make_plan(
             c, leases, book, ask.spender, ask.model, ask.at_ms, per_end_user=per_end_user, writing=writing

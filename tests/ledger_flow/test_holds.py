@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -210,6 +213,31 @@ async def test_a_lower_budget_is_obeyed_at_once_for_what_is_still_free(house: Ho
         await gate.leases.give_back(slice)
     with pytest.raises(InsufficientQuota):
         await gate.hold(house.ask())
+    await proven(house)
+
+
+async def test_a_budget_set_while_a_plan_is_made_is_not_forgotten(house: House) -> None:
+    """The plan was read before the budget was there, and is ready only after the gate has heard of the budget."""
+    gate = await house.gate()
+    real, overtaken = house.db.read, False
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[Any]:
+        nonlocal overtaken
+        async with real() as c:
+            yield c
+            if not overtaken:
+                overtaken = True
+                await house.budget(Scope.of_key(house.key_id), 10 * OUTPUT)
+                await gate.refresh()
+
+    house.db.read = slow  # type: ignore[method-assign]
+    first = await gate.hold(house.ask(prompt=0, output=1))
+    house.db.read = real  # type: ignore[method-assign]
+    assert overtaken
+    await first.void("done")
+    with pytest.raises(InsufficientQuota):
+        await gate.hold(house.ask(prompt=1_000, output=1))
     await proven(house)
 
 
