@@ -247,6 +247,9 @@ class Gate:
             self.leases.failed()
             await self._release_claim(ask)
             raise
+        except asyncio.CancelledError:  # so may this one, and nobody else would ever free its key
+            await self._release_claim(ask)
+            raise
 
     async def _release_claim(self, ask: Ask) -> None:
         """The request does not begin after all; the poster frees its key."""

@@ -18,6 +18,7 @@ from sqlalchemy import and_, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
+from ledger.accounts import FUNDING, drawing_order, read_account
 from ledger.audit import By
 from ledger.billing import Bill, bill, crash_usage, split, tokens_by_meter, waive_all
 from ledger.database import Database
@@ -157,8 +158,15 @@ async def _finish(
     c: AsyncConnection, journal: JournalWriter, found: Findings, left: dict[Lease, int], now_ms: int
 ) -> None:
     account_ids = {charge.account_id for orphan in found.orphans.values() for charge in orphan.intent.held}
-    rows = await c.execute(select(accounts).where(accounts.c.id.in_(account_ids)))
+    team_ids = {orphan.intent.team_id for orphan in found.orphans.values()}
+    paying = and_(accounts.c.team_id.in_(team_ids), accounts.c.kind.in_(FUNDING))
+    rows = [
+        read_account(row) for row in await c.execute(select(accounts).where(accounts.c.id.in_(account_ids) | paying))
+    ]
     infos = {row.id: AccountInfo(row.kind, row.currency) for row in rows}
+    funding: dict[str | None, list[str]] = {}
+    for row in sorted((row for row in rows if row.kind in FUNDING), key=drawing_order):
+        funding.setdefault(row.team_id, []).append(row.id)
     prices: dict[tuple[str, str, str], PinnedPrice] = {}
     currencies: dict[str, Currency] = {}
     for orphan in found.orphans.values():
@@ -172,7 +180,8 @@ async def _finish(
         if intent.team_id not in currencies:
             query = select(teams.c.billing_currency).where(teams.c.id == intent.team_id)
             currencies[intent.team_id] = (await c.execute(query)).scalar_one()
-        settle = settle_orphan(orphan, prices[key], currencies[intent.team_id], infos, left, now_ms)
+        payers = funding.get(intent.team_id, [])
+        settle = settle_orphan(orphan, prices[key], currencies[intent.team_id], infos, payers, left, now_ms)
         for charge in settle.charges:
             left[(orphan.epoch, charge.account_id)] -= charge.amount_pico
         journal.append(settle)
@@ -198,10 +207,13 @@ def settle_orphan(
     price: PinnedPrice,
     currency: Currency,
     infos: dict[str, AccountInfo],
+    payers: Sequence[str],
     left: dict[Lease, int],
     now_ms: int,
 ) -> Settle:
     """The estimated settlement of a request that had delivered something: at most that, and at most what was leased.
+
+    What the INTENT held pays first; then `payers`, the team's other funding accounts, from which a stream was extended.
 
     With an Idempotency-Key all of it is waived: the client will ask again, and pays then.
     """
@@ -209,7 +221,9 @@ def settle_orphan(
     assert progress is not None
     usage = crash_usage(progress)
     tokens = tokens_by_meter(usage)
-    funding = [(c.account_id, left.get((orphan.epoch, c.account_id), 0)) for c in intent.held if _funds(c, infos)]
+    held = [charge.account_id for charge in intent.held if _funds(charge, infos)]
+    order = [*held, *(account_id for account_id in payers if account_id not in held)]
+    funding = [(account_id, left.get((orphan.epoch, account_id), 0)) for account_id in order]
     budgets = [c.account_id for c in intent.held if c.account_id in infos and not _funds(c, infos)]
     if intent.idempotency_key is not None:
         paid, reason = waive_all(tokens, price.usd, price.cny), "crash"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +25,10 @@ from ledger.leases import Fenced
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
 from ledger.schema import epochs, leases, slots
+from ledger.topups import grant
 from ledger.unused import end_unused_slots
 from ledger.verify import verify
-from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
+from tests.ledger_flow.material import OUTPUT, USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
 
 
@@ -41,6 +45,28 @@ async def test_an_orphan_that_delivered_is_settled_as_estimated_for_what_was_del
     assert (row.status, row.estimated, row.estimate_reason) == ("crashed", 1, "crash")
     assert (row.prompt_tokens, row.generated_tokens, row.billed_tokens) == (90, 300, 390)
     assert row.cost_usd_pico == price(90, 300)
+    await proven(either)
+
+
+async def test_an_orphan_is_billed_from_every_account_that_its_stream_was_extended_from(either: House) -> None:
+    """The INTENT names the grant alone; the balance came in later and pays all the same."""
+    by, in_a_day = By("test", now_ms()), now_ms() + 86_400_000
+    gift = price(100, 1_024) + OUTPUT
+    async with either.db.begin() as c:
+        await grant(c, by, either.team_id, gift, currency="USD", reference="gift", expires_at_ms=in_a_day)
+    gate = await either.gate()
+    hold = await gate.hold(either.ask(prompt=100, output=5_000, streamed=True))
+    for generated in range(1, 4_097):
+        assert hold.covers(generated) or await hold.extend(generated - 1)
+        hold.progress(100, generated)
+    await gate.journal.flush()
+    crash(either, gate)
+    await either.gate()
+    await either.post()
+    (row,) = await either.rows()
+    assert (row.billed_tokens, row.loss_pico) == (100 + 4_096, 0)
+    assert (await either.account("grant")).debits_pico == gift
+    assert (await either.account()).debits_pico == price(100, 4_096) - gift
     await proven(either)
 
 
@@ -116,6 +142,30 @@ async def test_a_clean_close_leaves_nothing_to_recover(either: House) -> None:
     assert await either.leased() == 0
     await either.gate()
     await proven(either)
+
+
+async def test_a_request_cancelled_while_its_key_is_claimed_frees_the_key(house: House) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    real = house.db.begin
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[Any]:
+        async with real() as c:
+            yield c
+        await asyncio.sleep(30)
+
+    house.db.begin = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(gate.hold(house.ask(idempotency_key="k", body_hash="b")))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    house.db.begin = real  # type: ignore[method-assign]
+    await house.post()
+    hold = await gate.hold(house.ask(idempotency_key="k", body_hash="b"))
+    await hold.void("done")
+    await proven(house)
 
 
 async def test_an_idempotency_key_runs_once_and_replays_its_answer(either: House) -> None:
