@@ -304,14 +304,17 @@ class Poster:
     async def _prune(self, before_ms: int) -> None:
         """Posted segments are kept for as long as the database's backups may be behind."""
         async with self.db.read() as c:
-            query = select(epochs.c.slot_id, epochs.c.epoch, epochs.c.cursor_seq).where(epochs.c.state != "lost")
-            posted = {(row.slot_id, row.epoch): row.cursor_seq for row in await c.execute(query)}
+            query = select(epochs.c.slot_id, epochs.c.epoch, epochs.c.cursor_seq, epochs.c.state)
+            rows = (await c.execute(query.where(epochs.c.state != "lost"))).all()
+        posted = {(row.slot_id, row.epoch): row.cursor_seq for row in rows}
+        unrecovered = {(row.slot_id, row.epoch) for row in rows if row.state == "open"}
         for slot_dir in list_slots(self.journal_dir):
             slot_id = f"{host_id(self.journal_dir)}/{slot_dir.name}"
-            for info in list_epochs(slot_dir):
+            found = list_epochs(slot_dir)
+            for info in found:
                 seq = posted.get((slot_id, info.epoch))
-                if seq is None:
-                    continue
+                if seq is None or (info is not found[-1] and (slot_id, info.epoch) in unrecovered):
+                    continue  # an older one that SQL has still open is the only evidence that frees its leases
                 try:
                     removed = await asyncio.to_thread(prune, info.path, posted_seq=seq, before_ms=before_ms)
                 except (JournalDamaged, OSError) as error:

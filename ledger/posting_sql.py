@@ -132,7 +132,8 @@ async def close_epoch(c: AsyncConnection, slot_id: str, epoch: int) -> None:
             .where(*mine, leases.c.account_id == row.account_id)
             .values(returned_pico=leases.c.returned_pico + amount)
         )
-    await c.execute(update(epochs).where(epochs.c.slot_id == slot_id, epochs.c.epoch == epoch).values(state="closed"))
+    this = (epochs.c.slot_id == slot_id, epochs.c.epoch == epoch, epochs.c.state == "open")  # what is lost stays lost
+    await c.execute(update(epochs).where(*this).values(state="closed"))
     claims = idempotency_claims.c
     await c.execute(
         delete(idempotency_claims).where(claims.slot_id == slot_id, claims.epoch == epoch, claims.state == "running")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from ledger.journal import list_epochs
+from ledger.journal import JournalWriter, SlotLock, host_id, list_epochs
 from ledger.posting import KEPT_MS
+from ledger.recovery import begin_epoch
 from ledger.verify import verify
-from tests.ledger_flow.material import House, now_ms, run, used
+from tests.ledger_flow.material import House, crash, now_ms, price, run, used
 
 SEGMENT_BYTES = 1 << 20
 
@@ -76,4 +77,27 @@ async def test_what_is_not_posted_stays_however_old_it_is(house: House) -> None:
     await poster._keep_house()
     assert segments(house) == before
     await house.post()
+    assert await proves(house)
+
+
+async def test_the_journal_of_an_epoch_that_nobody_recovered_stays_however_old_it_is(house: House) -> None:
+    """Its process died, and the next one before it could recover it; weeks later only a poster starts at first."""
+    gate = await house.gate(segment_bytes=SEGMENT_BYTES)
+    hold = await gate.hold(house.ask(prompt=90, output=2_000, streamed=True))
+    hold.progress(90, 300)
+    await gate.journal.flush()
+    crash(house, gate)
+    slot_dir = house.journal_dir / "0"
+    lock = SlotLock.acquire(slot_dir)
+    epoch, journal_uuid = await begin_epoch(house.db, f"{host_id(house.journal_dir)}/0", slot_dir, now_ms())
+    JournalWriter.open(slot_dir, epoch=epoch, journal_uuid=journal_uuid, lock=lock).abandon()
+    await keep_house(house, 3 * KEPT_MS)
+    gate = await house.gate(segment_bytes=SEGMENT_BYTES)
+    assert gate.lost_epochs == []
+    await house.post()
+    (row,) = await house.rows()
+    assert row.cost_usd_pico == price(90, 300)
+    await gate.close()
+    await house.post()
+    assert await house.leased() == 0
     assert await proves(house)
