@@ -5,21 +5,25 @@ They come from the hourly rollups, which the poster writes in the transaction of
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, func, select
+from sqlalchemy import Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import NotFound
 from ledger.merkle import MerkleTree
 from ledger.money import Currency
 from ledger.periods import period_bounds
+from ledger.prices import DEFAULT_SCOPE
 from ledger.schema import fx_rates, invoices, price_items, price_versions, rollups, teams, topups, usage
 from ledger.statements import METERS, FxLine, Line, Party, Statement, TokenTotals, TopupLine, build_statement
 from ledger.sums import exact_sum, read_sum
 
 _TOKEN_COLUMNS = tuple(field for field in TokenTotals.__struct_fields__ if field != "requests")
+_AMOUNTS = ("cost_usd_pico", "cost_cny_pico", "loss_pico")
+UnitPrices = dict[str, tuple[int, int]]
+"""Per meter (USD pico, CNY pico) a token."""
 
 
 async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Statement:
@@ -29,7 +33,7 @@ async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Stat
         raise NotFound(f"no team {team_id}: see `tallygate team list`")
     start_ms, end_ms = period_bounds(period, team["timezone"])
     currency: Currency = team["billing_currency"]
-    lines, tokens = await _usage_lines(c, team_id, period)
+    lines, tokens = await _usage_lines(c, team_id, period, currency)
     return build_statement(
         period=period,
         timezone=team["timezone"],
@@ -61,11 +65,14 @@ async def merkle_root(c: AsyncConnection, team_id: str, period: str) -> str:
     return tree.root().hex()
 
 
-async def _usage_lines(c: AsyncConnection, team_id: str, period: str) -> tuple[list[Line], TokenTotals]:
+async def _usage_lines(
+    c: AsyncConnection, team_id: str, period: str, currency: Currency
+) -> tuple[list[Line], TokenTotals]:
     keys = (rollups.c.model, rollups.c.price_version)
     summed = [func.sum(rollups.c[name]).label(name) for name in ("requests", *_TOKEN_COLUMNS)]
+    amounts = [part for name in _AMOUNTS for part in exact_sum(rollups.c[name])]
     query: Select[Any] = (
-        select(*keys, *summed, *exact_sum(rollups.c.cost_usd_pico), *exact_sum(rollups.c.cost_cny_pico))
+        select(*keys, *summed, *amounts)
         .where(rollups.c.team_id == team_id, rollups.c.period == period)
         .group_by(*keys)
         .order_by(*keys)
@@ -73,31 +80,80 @@ async def _usage_lines(c: AsyncConnection, team_id: str, period: str) -> tuple[l
     lines: list[Line] = []
     totals = dict.fromkeys(("requests", *_TOKEN_COLUMNS), 0)
     for row in (await c.execute(query)).mappings().all():
+        model, version = row["model"], row["price_version"]
+        sums = {name: int(row[name]) for name in totals} | {name: read_sum(row, name) for name in _AMOUNTS}
         for name in totals:
-            totals[name] += int(row[name])
-        unit_prices = await _unit_prices(c, row["price_version"], row["model"], team_id)
-        lines += _model_lines(row, unit_prices)
+            totals[name] += sums[name]
+        known = await _prices(c, version, model, team_id)
+        prices = _price_of(sums, known, currency)
+        if prices is not None:
+            lines += _model_lines(model, version, sums, prices)
+        else:  # the team changed its plan while the version was in force: some requests had one price, some another
+            for index, part in (await _by_price(c, team_id, period, model, version, currency, known)).items():
+                lines += _model_lines(model, version, part, known[index])
     return lines, TokenTotals(**totals)
 
 
-def _model_lines(row: RowMapping, unit_prices: Mapping[str, tuple[int, int]]) -> list[Line]:
-    """One line a meter at its unit price, and one negative line for what was used and waived."""
-    prompt, cached, written = int(row["prompt_tokens"]), int(row["cached_tokens"]), int(row["cache_write_tokens"])
-    generated, reasoning = int(row["generated_tokens"]), int(row["reasoning_tokens"])
-    metered = dict(
+def _metered(sums: Mapping[str, int]) -> dict[str, int]:
+    prompt, cached, written = sums["prompt_tokens"], sums["cached_tokens"], sums["cache_write_tokens"]
+    generated, reasoning = sums["generated_tokens"], sums["reasoning_tokens"]
+    return dict(
         zip(METERS, (prompt - cached - written, cached, written, generated - reasoning, reasoning), strict=True)
     )
+
+
+def _price_of(sums: Mapping[str, int], known: Sequence[UnitPrices], currency: Currency) -> UnitPrices | None:
+    """The prices at which the used tokens come to what was billed and what was waived, to the pico."""
+    at, cost = (0, "cost_usd_pico") if currency == "USD" else (1, "cost_cny_pico")
+    metered, due = _metered(sums), sums[cost] + sums["loss_pico"]
+    fitting = (
+        prices for prices in known if sum(tokens * prices[meter][at] for meter, tokens in metered.items()) == due
+    )
+    return next(fitting, None)
+
+
+async def _by_price(
+    c: AsyncConnection,
+    team_id: str,
+    period: str,
+    model: str,
+    version: str,
+    currency: Currency,
+    known: Sequence[UnitPrices],
+) -> dict[int, dict[str, int]]:
+    """The sums of the requests that each of the `known` prices was charged for, by its place among them."""
+    names = (*_TOKEN_COLUMNS, *_AMOUNTS)
+    u = usage.c
+    query = (
+        select(*(u[name] for name in names))
+        .where(u.team_id == team_id, u.period == period, u.model == model, u.price_version == version)
+        .execution_options(yield_per=5_000)
+    )
+    parts: dict[int, dict[str, int]] = {}
+    async with c.stream(query) as rows:
+        async for row in rows:
+            sums = {name: int(value) for name, value in zip(names, row, strict=True)}
+            prices = _price_of(sums, known, currency)
+            index = 0 if prices is None else known.index(prices)
+            part = parts.setdefault(index, dict.fromkeys(names, 0))
+            for name, value in sums.items():
+                part[name] += value
+    return dict(sorted(parts.items()))
+
+
+def _model_lines(model: str, version: str, sums: Mapping[str, int], unit_prices: UnitPrices) -> list[Line]:
+    """One line a meter at its unit price, and one negative line for what was used and waived."""
     lines = []
-    for meter, tokens in metered.items():
+    for meter, tokens in _metered(sums).items():
         if not tokens:
             continue
         usd, cny = unit_prices[meter]
         lines.append(
             Line(
                 kind="usage",
-                model=row["model"],
+                model=model,
                 meter=meter,
-                price_version=row["price_version"],
+                price_version=version,
                 tokens=tokens,
                 usd_pico_per_token=usd,
                 cny_pico_per_token=cny,
@@ -105,15 +161,15 @@ def _model_lines(row: RowMapping, unit_prices: Mapping[str, tuple[int, int]]) ->
                 cny_pico=tokens * cny,
             )
         )
-    waived_usd = read_sum(row, "cost_usd_pico") - sum(line.usd_pico for line in lines)
-    waived_cny = read_sum(row, "cost_cny_pico") - sum(line.cny_pico for line in lines)
-    waived_tokens = prompt + generated - int(row["billed_tokens"])
+    waived_usd = sums["cost_usd_pico"] - sum(line.usd_pico for line in lines)
+    waived_cny = sums["cost_cny_pico"] - sum(line.cny_pico for line in lines)
+    waived_tokens = sums["prompt_tokens"] + sums["generated_tokens"] - sums["billed_tokens"]
     if waived_tokens or waived_usd or waived_cny:
         lines.append(
             Line(
                 kind="waived",
-                model=row["model"],
-                price_version=row["price_version"],
+                model=model,
+                price_version=version,
                 tokens=waived_tokens,
                 usd_pico=waived_usd,
                 cny_pico=waived_cny,
@@ -122,19 +178,19 @@ def _model_lines(row: RowMapping, unit_prices: Mapping[str, tuple[int, int]]) ->
     return lines
 
 
-async def _unit_prices(c: AsyncConnection, version_id: str, model: str, team_id: str) -> dict[str, tuple[int, int]]:
-    """Per meter (USD pico, CNY pico) a token; the team's own price goes before the default."""
+async def _prices(c: AsyncConnection, version_id: str, model: str, team_id: str) -> list[UnitPrices]:
+    """What a version may have charged the team: its own price, its plan's, the default, then those of other plans."""
+    plan = (await c.execute(select(teams.c.plan).where(teams.c.id == team_id))).scalar_one()
     query = select(price_items).where(
         price_items.c.version_id == version_id,
         price_items.c.model == model,
-        price_items.c.scope.in_(["default", f"team:{team_id}"]),
+        or_(price_items.c.scope == f"team:{team_id}", price_items.c.scope.not_like("team:%")),
     )
-    rows = sorted((await c.execute(query)).mappings().all(), key=lambda row: row["scope"] != "default")
-    prices = {row["meter"]: (row["usd_pico"], row["cny_pico"]) for row in rows}
-    for meter in ("cache_read", "cache_write"):
-        prices.setdefault(meter, prices["input_uncached"])
-    prices.setdefault("output_reasoning", prices["output_text"])
-    return prices
+    scopes: dict[str, UnitPrices] = {}
+    for row in (await c.execute(query.order_by(price_items.c.scope))).mappings():
+        scopes.setdefault(row["scope"], {})[row["meter"]] = (row["usd_pico"], row["cny_pico"])
+    first = [f"team:{team_id}", f"plan:{plan}", DEFAULT_SCOPE]
+    return [scopes.pop(scope) for scope in first if scope in scopes] + list(scopes.values())
 
 
 async def _topup_lines(

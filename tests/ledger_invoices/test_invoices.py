@@ -20,10 +20,12 @@ from ledger.errors import Conflict, Invalid, NotFound
 from ledger.money import format_amount, parse_amount
 from ledger.month_figures import draft_statement
 from ledger.periods import period_bounds, period_of, previous_period
+from ledger.publishing import Quote, publish_prices
 from ledger.receipts import receipt_of
 from ledger.schema import invoices as invoice_table
 from ledger.statements import Statement
-from tests.ledger_flow.material import House, now_ms, price, run, used
+from ledger.teams import TeamChange, update_team
+from tests.ledger_flow.material import MODEL, House, now_ms, price, run, used
 
 ZONE = "Asia/Shanghai"
 THIS_MONTH = period_of(now_ms(), ZONE)
@@ -75,6 +77,42 @@ async def test_the_months_lines_are_the_requests_to_the_pico(house: House) -> No
     assert (month.tokens.requests, month.tokens.billed_tokens) == (3, 660)
     assert (month.opening_pico, month.topups_pico) == (parse_amount("10"), 0)
     assert month.closing_pico == parse_amount("10") - month.exact_usd_pico
+
+
+async def test_each_request_is_on_the_invoice_at_the_price_that_it_was_charged(house: House) -> None:
+    """A plan's price, also of a model that has no other; and both prices of a month in which the plan changed."""
+    by = By("test", now_ms() - 120_000)
+    async with house.db.begin() as c:
+        await update_team(c, by, house.team_id, TeamChange(plan="gold"))
+        gold = [Quote.parse(model, input="0.14", output="0.21", scope="plan:gold") for model in (MODEL, "golden")]
+        version = await publish_prices(c, by, gold)
+    gate = await house.gate()
+    await run(gate, house.ask(model="golden"), used(100, 200))
+    await run(gate, house.ask(), used(100, 200))
+    month = await draft_after_posting(house)
+    cheap = {("golden", 140_000), ("golden", 210_000), (MODEL, 140_000), (MODEL, 210_000)}
+    assert {(line.model, line.usd_pico_per_token) for line in month.lines} == cheap
+    async with house.db.begin() as c:
+        await update_team(c, By("test", now_ms()), house.team_id, TeamChange(plan=None))
+    await gate.refresh()
+    await run(gate, house.ask(), used(1_000, 2_000, waive="test"))
+    await run(gate, house.ask(), used(1_000, 2_000))
+    month = await draft_after_posting(house)
+    lines = {(line.kind, line.tokens, line.usd_pico_per_token) for line in month.lines if line.model == MODEL}
+    assert lines == {
+        ("usage", 100, 140_000),
+        ("usage", 200, 210_000),
+        ("usage", 2_000, 280_000),
+        ("usage", 4_000, 420_000),
+        ("waived", 3_000, 0),
+    }
+    assert {line.price_version for line in month.lines} == {version.id}
+    assert month.exact_usd_pico == price(1_000, 2_000) + price(100, 200)
+
+
+async def draft_after_posting(house: House) -> Statement:
+    await house.post()
+    return await draft(house)
 
 
 async def test_an_unknown_team_or_month_is_named(house: House) -> None:
