@@ -15,7 +15,7 @@ from backend.demo.evaluate import Acceptance, Evaluation, held_out_conversations
 from backend.demo.prompts import KINDS
 from backend.loading import load_model
 
-FLOOR = 0.40  # measured on these three prompts, less the spread that other processors' rounding may bring
+FLOOR = 0.38  # .438 measured on these three prompts, float32 and bfloat16; the rest is for other processors' rounding
 MEGABYTES = 24
 
 
