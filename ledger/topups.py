@@ -121,7 +121,7 @@ async def refund(
     await audit.lock(c)
     team = await get_team(c, team_id)
     _check(team, amount_pico, currency, reference)
-    transfer_id = f"refund:{team_id}:{_short(reference)}"
+    transfer_id = refund_id(team_id, reference)
     row = (await c.execute(select(transfers.c.amount_pico).where(transfers.c.id == transfer_id))).one_or_none()
     if row is not None:
         if row.amount_pico == amount_pico:
@@ -184,6 +184,11 @@ def _same(first: TopUp, team_id: str, amount_pico: int, currency: str) -> TopUp:
     if (first.team_id, first.amount_pico, first.currency) == (team_id, amount_pico, currency):
         return first
     raise Conflict(f"the reference {first.reference!r} already stands for another payment ({first.id})")
+
+
+def refund_id(team_id: str, reference: str) -> str:
+    """The transfer of a refund."""
+    return f"refund:{team_id}:{_short(reference)}"
 
 
 def _short(reference: str) -> str:

@@ -21,6 +21,7 @@ from ledger.periods import next_period
 from ledger.posting_sql import UNBELIEVED
 from ledger.publishing import verify_versions
 from ledger.schema import invoices, suspense
+from ledger.verify_acts import check_acts
 from ledger.verify_journal import check_batches, check_journals
 from ledger.verify_rows import check_accounts, check_leases, check_rollups, check_topups, check_transfers, read_usage
 
@@ -95,6 +96,7 @@ async def verify(
         await run("suspense", lambda: _check_suspense(c))
         await run("prices", lambda: verify_versions(c))
         await run("audit", lambda: audit.verify_chain(c))
+        await run("acts", lambda: check_acts(c))
         await run("invoices", lambda: _check_invoices(c, month))
     return Report(all(check.ok for check in checks), checks, unposted)
 

@@ -207,7 +207,7 @@ async def test_a_suspended_record_is_tried_again_or_written_off(either: House) -
             await retry(c, by, later.slot_id, later.epoch, later.seq)
     async with either.db.begin() as c:
         await c.execute(text("UPDATE accounts SET id = 'later' WHERE kind = 'credit_line'"))
-        one = "target_pico = 1, credits_pico = 1, leased_pico = 1"
+        one = "credits_pico = 1, leased_pico = 1"
         await c.execute(text(f"UPDATE accounts SET {one} WHERE id = 'later'"))
         lease = {"slot_id": later.slot_id, "epoch": later.epoch, "account_id": "later", "taken_pico": 1}
         await c.execute(insert(leases).values(lease))

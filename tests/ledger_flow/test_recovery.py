@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from ledger.audit import By
 from ledger.errors import (
@@ -20,14 +21,18 @@ from ledger.errors import (
     InsufficientQuota,
     LedgerUnavailable,
 )
+from ledger.invoices import finalize
 from ledger.journal import Files, list_epochs
 from ledger.leases import Fenced
+from ledger.periods import period_bounds, period_of
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
 from ledger.schema import epochs, leases, slots
-from ledger.topups import grant
+from ledger.teams import TeamChange, update_team
+from ledger.topups import expire_grants, grant, refund
 from ledger.unused import end_unused_slots
 from ledger.verify import verify
+from ledger.verify_acts import check_acts
 from tests.ledger_flow.material import OUTPUT, USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
 
@@ -326,8 +331,6 @@ async def test_what_a_crash_left_is_charged_no_further_than_the_lease_reaches(ei
 
 
 async def test_the_proof_names_the_first_difference(house: House) -> None:
-    from sqlalchemy import text
-
     gate = await house.gate()
     for _ in range(3):
         await run(gate, house.ask())
@@ -356,6 +359,47 @@ async def test_the_proof_names_the_first_difference(house: House) -> None:
             if "'x'" not in undo:
                 await c.execute(text(undo))
     assert USD
+
+
+async def test_the_proof_names_what_was_changed_by_hand_and_no_act_says_so(house: House) -> None:
+    await house.budget(Scope.of_key(house.key_id), 100 * USD)
+    gate = await house.gate()
+    await run(gate, house.ask())
+    await gate.close()
+    await house.post()
+    by = By("test", now_ms())
+    async with house.db.begin() as c:
+        gift = await grant(c, by, house.team_id, USD, currency="USD", reference="g", expires_at_ms=by.at_ms + 1_000)
+        await refund(c, by, house.team_id, USD, currency="USD", reference="r")
+        assert await expire_grants(c, By("test", by.at_ms + 2_000)) == 1
+        change = TeamChange(credit_limit_pico=USD)
+        await update_team(c, by, house.team_id, change)
+        month = period_of(by.at_ms, "Asia/Shanghai")
+        await finalize(c, house.team_id, month, By("test", period_bounds(month, "Asia/Shanghai")[1]))
+    await proven(house)
+    assert gift
+    tampered = [
+        "UPDATE invoices SET billed_pico = billed_pico + 10000000000, carry_out_pico = carry_out_pico - 10000000000",
+        "UPDATE invoices SET document = x'7b7d'",
+        "UPDATE invoices SET state = 'void'",
+        "DELETE FROM invoices",
+        "UPDATE teams SET tax_rate_bp = 600",
+        "UPDATE accounts SET target_pico = target_pico * 2 WHERE kind = 'budget'",
+        "UPDATE accounts SET target_pico = target_pico - 1 WHERE kind = 'prepaid'",
+        "UPDATE accounts SET target_pico = 0 WHERE kind = 'credit_line'",
+        "UPDATE quotas SET limit_value = limit_value * 2",
+        "DELETE FROM quotas",
+        "UPDATE transfers SET amount_pico = amount_pico - 1 WHERE kind = 'grant'",
+        "DELETE FROM transfers WHERE kind = 'refund'",
+        "DELETE FROM transfers WHERE kind = 'expiry'",
+    ]
+    for statement in tampered:
+        async with house.db.read() as c:
+            assert await check_acts(c) == (8, None)
+        async with house.db.engine.connect() as c, c.begin() as transaction:
+            await c.execute(text(statement))
+            assert (await check_acts(c))[1] is not None, statement
+            await transaction.rollback()
 
 
 async def test_an_unknown_journal_is_refused_with_words(house: House) -> None:
