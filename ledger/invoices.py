@@ -61,7 +61,8 @@ async def statement_of(c: AsyncConnection, team_id: str, period: str) -> Stateme
 async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Invoice:
     """Freeze the month: number, hash, immutable bytes. The same month again gives the same invoice.
 
-    Raises Invalid while the month is not over, Conflict while an earlier month with usage is not finalized.
+    Raises Invalid while the month is not over, Conflict while an earlier month with usage is not finalized, or when a
+    later one was finalized without this one.
     """
     await audit.lock(c)
     existing = (await c.execute(select(*_INVOICE_COLUMNS).where(live_invoice(team_id, period)))).one_or_none()
@@ -71,6 +72,7 @@ async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Inv
     if by.at_ms < statement.period_end_ms:
         raise Invalid(f"{period} is not over in {statement.timezone}: finalize it after the month has ended", "month")
     await _require_earlier_finalized(c, team_id, period)
+    await _require_carry_goes_on(c, team_id, period, statement.carry_out_pico)
     number = await _next_number(c, by.at_ms, statement.timezone)
     statement = msgspec.structs.replace(statement, state="finalized", number=number, issued_ms=by.at_ms)
     document = msgspec.json.encode(statement)
@@ -154,6 +156,20 @@ async def _require_earlier_finalized(c: AsyncConnection, team_id: str, period: s
     earliest = (await c.execute(query)).scalar_one_or_none()
     if earliest is not None:
         raise Conflict(f"finalize {earliest} first: the months of a team are finalized in order")
+
+
+async def _require_carry_goes_on(c: AsyncConnection, team_id: str, period: str, carry_out_pico: int) -> None:
+    """A month finalized again after a later one: the fraction that it carries out is the one that came in there."""
+    later = (
+        select(invoices.c.number, invoices.c.carry_in_pico)
+        .where(invoices.c.team_id == team_id, invoices.c.kind == "invoice", invoices.c.state.in_(("finalized", "paid")))
+        .where(invoices.c.period > period)
+        .order_by(invoices.c.period)
+        .limit(1)
+    )
+    row = (await c.execute(later)).one_or_none()
+    if row is not None and row.carry_in_pico != carry_out_pico:
+        raise Conflict(f"invoice {row.number} of a later month was made without this one: void it first")
 
 
 async def _next_number(c: AsyncConnection, at_ms: int, timezone: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, func, or_, select
+from sqlalchemy import ColumnElement, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import NotFound
@@ -16,7 +16,7 @@ from ledger.merkle import MerkleTree
 from ledger.money import Currency
 from ledger.periods import period_bounds
 from ledger.prices import DEFAULT_SCOPE
-from ledger.schema import fx_rates, invoices, price_items, price_versions, rollups, teams, topups, usage
+from ledger.schema import fx_rates, invoices, price_items, price_versions, rollups, teams, topups, transfers, usage
 from ledger.statements import METERS, FxLine, Line, Party, Statement, TokenTotals, TopupLine, build_statement
 from ledger.sums import exact_sum, read_sum
 
@@ -196,18 +196,24 @@ async def _prices(c: AsyncConnection, version_id: str, model: str, team_id: str)
 async def _topup_lines(
     c: AsyncConnection, team_id: str, currency: Currency, start_ms: int, end_ms: int
 ) -> list[TopupLine]:
-    query = (
-        select(topups)
-        .where(topups.c.team_id == team_id, topups.c.currency == currency)
-        .where(topups.c.at_ms >= start_ms, topups.c.at_ms < end_ms)
-        .order_by(topups.c.at_ms, topups.c.id)
-    )
-    return [
-        TopupLine(
-            at_ms=row["at_ms"], amount_pico=row["amount_pico"], provider=row["provider"], reference=row["reference"]
-        )
-        for row in (await c.execute(query)).mappings().all()
+    """What was paid in, and as negative lines what was paid back."""
+    t, r = topups.c, transfers.c
+    paid = select(t.at_ms, t.amount_pico, t.provider, t.reference).where(t.team_id == team_id, t.currency == currency)
+    back = select(r.at_ms, r.amount_pico, r.reference).where(*_refunds(team_id, currency))
+    lines = [
+        TopupLine(at_ms=row.at_ms, amount_pico=row.amount_pico, provider=row.provider, reference=row.reference)
+        for row in await c.execute(paid.where(t.at_ms >= start_ms, t.at_ms < end_ms).order_by(t.at_ms, t.id))
     ]
+    lines += [
+        TopupLine(at_ms=row.at_ms, amount_pico=-row.amount_pico, provider="refund", reference=row.reference)
+        for row in await c.execute(back.where(r.at_ms >= start_ms, r.at_ms < end_ms).order_by(r.at_ms, r.id))
+    ]
+    return sorted(lines, key=lambda line: line.at_ms)
+
+
+def _refunds(team_id: str, currency: Currency) -> tuple[ColumnElement[bool], ...]:
+    t = transfers.c
+    return t.team_id == team_id, t.kind == "refund", t.currency == currency
 
 
 async def _fx_lines(c: AsyncConnection, version_ids: set[str]) -> list[FxLine]:
@@ -231,15 +237,20 @@ async def _fx_lines(c: AsyncConnection, version_ids: set[str]) -> list[FxLine]:
 
 
 async def _opening(c: AsyncConnection, team_id: str, currency: Currency, period: str, start_ms: int) -> int:
-    """Top-ups before the month less what earlier months consumed: negative when a post-paid team owes."""
+    """Top-ups less refunds before the month, less what earlier months consumed: negative when a post-paid team owes."""
     paid_in = select(*exact_sum(topups.c.amount_pico)).where(
         topups.c.team_id == team_id, topups.c.currency == currency, topups.c.at_ms < start_ms
+    )
+    paid_back = select(*exact_sum(transfers.c.amount_pico)).where(
+        *_refunds(team_id, currency), transfers.c.at_ms < start_ms
     )
     cost = rollups.c.cost_usd_pico if currency == "USD" else rollups.c.cost_cny_pico
     consumed = select(*exact_sum(cost)).where(rollups.c.team_id == team_id, rollups.c.period < period)
     credited = (await c.execute(paid_in)).mappings().one()
     debited = (await c.execute(consumed)).mappings().one()
-    return read_sum(credited, "amount_pico") - read_sum(debited, cost.name)
+    refunded = (await c.execute(paid_back)).mappings().one()
+    paid = read_sum(credited, "amount_pico") - read_sum(refunded, "amount_pico")
+    return paid - read_sum(debited, cost.name)
 
 
 async def _carry_in(c: AsyncConnection, team_id: str, period: str) -> int:

@@ -19,12 +19,13 @@ from ledger.documents import file_name, format_named
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.money import format_amount, parse_amount
 from ledger.month_figures import draft_statement
-from ledger.periods import period_bounds, period_of, previous_period
+from ledger.periods import next_period, period_bounds, period_of, previous_period
 from ledger.publishing import Quote, publish_prices
 from ledger.receipts import receipt_of
 from ledger.schema import invoices as invoice_table
 from ledger.statements import Statement
 from ledger.teams import TeamChange, update_team
+from ledger.topups import refund
 from tests.ledger_flow.material import MODEL, House, now_ms, price, run, used
 
 ZONE = "Asia/Shanghai"
@@ -152,6 +153,39 @@ async def test_months_are_finalized_in_order(house: House) -> None:
     earlier = await finalize(house, LAST_MONTH)
     later = await finalize(house)
     assert later.carry_in_pico == earlier.carry_out_pico
+
+
+async def test_a_fraction_is_never_carried_into_two_months(house: House) -> None:
+    """A voided month may be finalized again, but not beside a later one that took over what came before it."""
+    start_ms, end_ms = period_bounds(LAST_MONTH, ZONE)
+    gate = await house.gate()
+    await run(gate, house.ask(at_ms=start_ms + 1), used())
+    await spend(house)
+    first = await finalize(house, LAST_MONTH)
+    by = By("finance", end_ms)
+    async with house.db.begin() as c:
+        await invoices.mark(c, first.id, "void", by)
+    later = await finalize(house)
+    assert later.carry_in_pico == 0
+    with pytest.raises(Conflict, match="void it first"):
+        await finalize(house, LAST_MONTH)
+    async with house.db.begin() as c:
+        await invoices.mark(c, later.id, "void", by)
+    again = await finalize(house, LAST_MONTH)
+    assert (again.exact_usd_pico, again.carry_out_pico) == (first.exact_usd_pico, first.carry_out_pico)
+    assert (await finalize(house)).carry_in_pico == again.carry_out_pico
+
+
+async def test_what_was_paid_back_is_not_in_the_closing_balance(house: House) -> None:
+    await spend(house)
+    await house.gates.pop().close()
+    async with house.db.begin() as c:
+        await refund(c, By("finance", now_ms()), house.team_id, parse_amount("4"), currency="USD", reference="back")
+    month = await draft(house)
+    account = await house.account()
+    assert month.topups_pico == -parse_amount("4")
+    assert month.closing_pico == account.credits_pico - account.debits_pico
+    assert (await draft(house, next_period(THIS_MONTH))).opening_pico == month.closing_pico
 
 
 async def test_an_altered_invoice_is_not_handed_out(house: House) -> None:
