@@ -245,10 +245,13 @@ class Hold:
         plan, price = self._plan, self._plan.price
         self._state, self._turn = "settling", asyncio.Lock()
         async with self._turn:
+            cancelled: asyncio.CancelledError | None = None
             try:
                 await self._gate.fill(plan, max(0, usd - self._held_usd), max(0, cny - self._held_cny))
             except LedgerUnavailable:
                 pass  # then with what is here
+            except asyncio.CancelledError as error:  # nobody may come back to settle: book it before we go
+                cancelled = error
             finally:
                 self._state = "open"
             limit_usd, limit_cny = self._limits()
@@ -259,7 +262,10 @@ class Hold:
             self._add(parts, more_usd, more_cny)
             used = usage.prompt_tokens + usage.generated_tokens
             reason = "overrun" if paid.billed_tokens < used else None
-            return await self._settle(outcome, usage, paid, reason)
+            receipt = await self._settle(outcome, usage, paid, reason)
+            if cancelled is not None:
+                raise cancelled
+            return receipt
 
     def _limits(self) -> tuple[int | None, int | None]:
         """The most that can be billed, in USD and CNY: what is held and what is still free beside it."""

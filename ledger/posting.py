@@ -16,6 +16,7 @@ import structlog
 from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ledger.audit import By
 from ledger.database import Database
 from ledger.entries import AccountInfo, Entries, RefusedRecord
 from ledger.errors import JournalDamaged, LedgerError, LedgerUnavailable
@@ -27,6 +28,7 @@ from ledger.partitions import ensure_partitions
 from ledger.posting_sql import account_infos, close_epoch, is_outage, is_refusal, suspend, write_entries
 from ledger.records import EpochClosed, Settle, decode
 from ledger.schema import batches, epochs, idempotency_claims
+from ledger.topups import expire_grants
 
 log = structlog.get_logger(__name__)
 
@@ -285,7 +287,8 @@ class Poster:
             log.error("posting of this slot stands still", slot=slot_id, error=str(error))
 
     async def _keep_house(self) -> None:
-        """Now and then: make partitions, forget replayable answers after their day, remove old posted segments."""
+        """Now and then: make partitions, book what expired, forget replayable answers after their day, remove old
+        posted segments."""
         now_ms = self._clock()
         if now_ms < self._next_housekeeping_ms:
             return
@@ -294,6 +297,8 @@ class Poster:
         claims = idempotency_claims.c
         async with self.db.begin() as c:
             await ensure_partitions(c, now_ms)
+        async with self.db.begin() as c:
+            await expire_grants(c, By("poster", now_ms))
         async with self.db.begin() as c:
             await c.execute(
                 update(idempotency_claims)

@@ -283,6 +283,31 @@ async def test_a_cancelled_settlement_is_settled_all_the_same(house: House) -> N
     await proven(house)
 
 
+async def test_more_used_than_held_is_billed_also_when_the_worker_is_stopped_while_it_asks_for_more(
+    house: House,
+) -> None:
+    gate = await house.gate()
+    await house.budget(Scope.of_key(house.key_id), price(100, 200) + price(0, 300))
+    await gate.refresh()
+    hold = await gate.hold(house.ask())
+    fill = gate.fill
+
+    async def slow(*arguments: Any) -> None:
+        await fill(*arguments)
+        await asyncio.sleep(30)
+
+    gate.fill = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(hold.settle(used(100, 450)))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await hold.void("no answer")  # as whoever gives up says
+    await proven(house)
+    (row,) = await house.rows()
+    assert row.cost_usd_pico == price(100, 450)
+
+
 async def test_absurd_subsets_never_reach_the_ledger(house: House) -> None:
     gate = await house.gate()
     hold = await gate.hold(house.ask())

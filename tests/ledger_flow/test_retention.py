@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from ledger.audit import By
 from ledger.journal import JournalWriter, SlotLock, host_id, list_epochs
 from ledger.posting import KEPT_MS
 from ledger.recovery import begin_epoch
+from ledger.topups import grant
 from ledger.verify import verify
-from tests.ledger_flow.material import House, crash, now_ms, price, run, used
+from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
 
 SEGMENT_BYTES = 1 << 20
 
@@ -100,4 +102,18 @@ async def test_the_journal_of_an_epoch_that_nobody_recovered_stays_however_old_i
     await gate.close()
     await house.post()
     assert await house.leased() == 0
+    assert await proves(house)
+
+
+async def test_what_is_left_of_an_expired_grant_is_booked_without_anybody_asking(house: House) -> None:
+    soon = now_ms() + 60_000
+    async with house.db.begin() as c:
+        await grant(c, By("test", now_ms()), house.team_id, USD, currency="USD", reference="g", expires_at_ms=soon)
+    gate = await house.gate()
+    await run(gate, house.ask(prompt=100, output=200))
+    await gate.close()
+    await keep_house(house, 0)
+    assert (await house.account("grant")).debits_pico == price(100, 200)
+    await keep_house(house, 120_000)
+    assert (await house.account("grant")).debits_pico == USD
     assert await proves(house)
