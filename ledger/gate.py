@@ -64,6 +64,7 @@ class Gate:
         self._seen = seen
         self._plans = PlanCache(db, leases, book)
         self._open_holds = 0
+        self._entering = 0  # requests that wait for SQL before their INTENT: what they take there outlives them
         self._all_ended = asyncio.Event()
         self._closed = False
         self._failure: str | None = None
@@ -233,14 +234,18 @@ class Gate:
         return short
 
     async def _draw_or_release(self, ask: Ask, plan: Plan, tokens: int) -> tuple[list[Part], int]:
+        self._entering += 1
         try:
             return await self.draw_slowly(plan, ask.prompt_tokens_bound, tokens)
         except BaseException:
             if ask.idempotency_key is not None:
                 await self._release_claim(ask)
             raise
+        finally:
+            self._entering -= 1
 
     async def _claim(self, ask: Ask) -> None:
+        self._entering += 1
         try:
             await claim(self.db, ask, self.leases.slot_id, self.leases.epoch, self.clock())
         except LedgerUnavailable:  # it may be in SQL all the same
@@ -250,6 +255,8 @@ class Gate:
         except asyncio.CancelledError:  # so may this one, and nobody else would ever free its key
             await self._release_claim(ask)
             raise
+        finally:
+            self._entering -= 1
 
     async def _release_claim(self, ask: Ask) -> None:
         """The request does not begin after all; the poster frees its key."""
@@ -330,7 +337,7 @@ class Gate:
                 mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)
                 async with self.db.begin() as c:
                     await c.execute(update(slots).where(*mine).values(live=0, heartbeat_ms=self.clock()))
-                if not self._open_holds:
+                if not self._open_holds and not self._entering:
                     self.journal.append(EpochClosed(self.leases.epoch))
         except LedgerUnavailable as error:
             log.warning("leases are kept until the next start", error=str(error))

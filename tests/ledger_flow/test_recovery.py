@@ -173,6 +173,33 @@ async def test_a_request_cancelled_while_its_key_is_claimed_frees_the_key(house:
     await proven(house)
 
 
+async def test_a_request_that_still_waits_for_sql_when_its_worker_closes_strands_nothing(house: House) -> None:
+    """Its lease or claim arrives after the end of the epoch was written: the next start must find it."""
+    gate = await house.gate()
+    real, go = house.db.begin, asyncio.Event()
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[Any]:
+        await go.wait()
+        async with real() as c:
+            yield c
+
+    house.db.begin = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(gate.hold(house.ask(idempotency_key="k", body_hash="b")))
+    await asyncio.sleep(0.1)
+    house.db.begin = real  # type: ignore[method-assign]
+    await gate.close(patience_s=0.1)
+    await house.post()
+    go.set()
+    with pytest.raises(LedgerUnavailable):
+        await task
+    gate = await house.gate()
+    await house.post()
+    assert await house.leased() == 0
+    await run(gate, house.ask(idempotency_key="k", body_hash="b"))
+    await proven(house)
+
+
 async def test_an_idempotency_key_runs_once_and_replays_its_answer(either: House) -> None:
     gate = await either.gate()
     keyed = {"idempotency_key": "k", "body_hash": "h"}
