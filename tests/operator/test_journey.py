@@ -100,7 +100,7 @@ def test_from_an_empty_directory_to_the_exported_invoice(house: House, base_dir:
         assert plain.choices[0].message.content
         check_usage(plain.usage)
         text, streamed = _stream(client)
-        assert text  # in bfloat16 near ties may fall either way; that texts are equal is promised, and tested, in float32
+        assert text  # in bfloat16 near ties may fall either way; equal texts are promised, and tested, in float32
         check_usage(streamed)
         _check_errors(client)
 

@@ -155,7 +155,7 @@ def test_a_blocked_key_is_refused_within_a_second_and_topping_up_helps_as_fast(l
         return record.key_id
 
     key_id = limited.ledger(pay)
-    wait_until(lambda: try_create(client), 1, "the money")
+    wait_until(lambda: try_create(client), 3, "the money")
 
     async def block(c: Any) -> None:
         await keys.block_key(c, by(), key_id)
