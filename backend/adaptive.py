@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from backend.drafts import Draft
@@ -46,10 +46,14 @@ class LengthPolicy:
     """Chooses the draft length of every decoding row, each round.
 
     fixed: always this length (benchmarks, tests). Otherwise the length that gives most tokens per second, down to 0.
+    draw_seconds: what a draw with noise costs more than an argmax, for each token of a pass.
     """
 
-    def __init__(self, target: StepCosts, *, longest: int = 8, fixed: int | None = None) -> None:
+    def __init__(
+        self, target: StepCosts, *, longest: int = 8, fixed: int | None = None, draw_seconds: float = 0.0
+    ) -> None:
         self.target = target
+        self.draw_seconds = draw_seconds
         self.longest = longest
         self.fixed = fixed
         self.pair_rates: dict[str, float] = {}
@@ -60,6 +64,7 @@ class LengthPolicy:
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
         chosen = [0] * len(rows)
+        target = self._target_seconds(rows)
         for name, draft in drafts.items():
             members = [i for i, row in enumerate(rows) if row.request.draft == name and caps[i] > 0]
             if not members:
@@ -71,13 +76,18 @@ class LengthPolicy:
                 [caps[i] for i in members],
                 len(rows) - len(members),
                 draft.step_seconds,
-                self.target,
+                target,
                 _GOING_ON if any(rows[i].tracker.drafting and rows[i].tracker.rounds for i in members) else _GAIN,
             )
             for i, length in zip(members, lengths, strict=True):
                 rows[i].tracker.drafting = length > 0
                 chosen[i] = length or self._probe(rows[i], draft, len(rows), caps[i])
         return chosen
+
+    def _target_seconds(self, rows: Sequence[Running]) -> Callable[[int], float]:
+        """Time of a pass by its tokens, with the draw of those that are drawn with noise."""
+        share = sum(not row.request.sampling.greedy for row in rows) / max(1, len(rows))
+        return lambda tokens: self.target(tokens) + share * self.draw_seconds * tokens
 
     def _cap(self, row: Running, drafts: Mapping[str, Draft], capacity: int) -> int:
         name = row.request.draft

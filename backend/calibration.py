@@ -10,6 +10,7 @@ import torch
 from backend.adaptive import StepCosts
 from backend.attention import Segment
 from backend.model import PackedModel
+from backend.sampling import Noise, Row, SamplingParams, draw
 
 _CONTEXT = 96  # tokens before the measured ones: about where short chats are
 _BUDGET_S = 2.0  # a busy machine measures fewer sizes less often, and starts in time all the same
@@ -75,3 +76,22 @@ def _timed(act: Callable[[], None], clock: Callable[[], float]) -> float:
     started = clock()
     act()
     return clock() - started
+
+
+@torch.inference_mode()
+def measure_draw(model: PackedModel, rows: int = 8, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds per row that a draw with noise takes more than an argmax; 0 on a GPU, where it is part of the round."""
+    if model.device.type != "cpu":
+        return 0.0
+    logits = torch.randn(rows, model.vocabulary, generator=torch.Generator().manual_seed(1)).to(model.dtype)
+    noise = Noise(model.vocabulary, model.device)
+    best = []
+    for temperature in (0.0, 0.7):
+        wanted = [Row(SamplingParams(temperature=temperature, seed=row), row) for row in range(rows)]
+        times = []
+        for _ in range(_REPEATS):
+            started = clock()
+            draw(logits, wanted, noise).tolist()
+            times.append(clock() - started)
+        best.append(min(times))
+    return max(0.0, best[1] - best[0]) / rows

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BUNDLED_DRAFT = Path(__file__).parent / "demo" / "weights"
 BUNDLED_DRAFT_LABEL = "SmolLM2-135M-Instruct recurrent head"
+BUNDLED_DRAFT_ACCEPTANCE = 0.5  # what to expect before anything was drafted; its model card has .42 to .62
 
 
 def resolve_weights(name: str, data_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from backend.adaptive import LengthPolicy, StepCosts
-from backend.calibration import measure_steps
+from backend.calibration import measure_draw, measure_steps
 from backend.demo.draft import load_demo_draft
 from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
@@ -21,6 +21,7 @@ from backend.grammar import GrammarCompiler
 from backend.head_draft import HeadDraft
 from backend.loading import (
     BUNDLED_DRAFT,
+    BUNDLED_DRAFT_ACCEPTANCE,
     BUNDLED_DRAFT_LABEL,
     choose_device,
     choose_dtype,
@@ -98,7 +99,12 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
     loader = _DraftLoader(settings, target, model, tokenizer)
     drafts = {name: loader.load(name, spec) for name, spec in settings.drafts.items()}
     progress("measuring step times")
-    policy = LengthPolicy(_target_costs(target, settings, bool(drafts)), fixed=settings.draft_length)
+    draw_seconds = measure_draw(target) if drafts and settings.draft_length is None else 0.0
+    costs = _target_costs(target, settings, bool(drafts))
+    policy = LengthPolicy(costs, fixed=settings.draft_length, draw_seconds=draw_seconds)
+    policy.pair_rates.update(
+        {name: BUNDLED_DRAFT_ACCEPTANCE for name, spec in settings.drafts.items() if spec == "demo"}
+    )
     engine = Engine(
         target,
         tokenizer.decode,
