@@ -13,7 +13,7 @@ from backend.model import PackedModel
 from backend.sampling import Noise, Row, SamplingParams, draw
 
 _CONTEXT = 96  # tokens before the measured ones: about where short chats are
-_BUDGET_S = 2.0  # a busy machine measures fewer sizes less often, and starts in time all the same
+_BUDGET_S = 1.0  # a busy machine measures fewer sizes less often, and starts in time all the same
 _REPEATS = 4
 _BLOCK = 4  # drafted tokens of a typical block
 
