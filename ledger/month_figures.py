@@ -11,13 +11,15 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ledger.billing import tokens_by_meter
 from ledger.errors import NotFound
 from ledger.merkle import MerkleTree
 from ledger.money import Currency
 from ledger.periods import period_bounds
-from ledger.prices import DEFAULT_SCOPE
+from ledger.prices import DEFAULT_SCOPE, METERS
+from ledger.records import Usage
 from ledger.schema import fx_rates, invoices, price_items, price_versions, rollups, teams, topups, transfers, usage
-from ledger.statements import METERS, FxLine, Line, Party, Statement, TokenTotals, TopupLine, build_statement
+from ledger.statements import FxLine, Line, Party, Statement, TokenTotals, TopupLine, build_statement
 from ledger.sums import exact_sum, read_sum
 
 _TOKEN_COLUMNS = tuple(field for field in TokenTotals.__struct_fields__ if field != "requests")
@@ -95,11 +97,14 @@ async def _usage_lines(
 
 
 def _metered(sums: Mapping[str, int]) -> dict[str, int]:
-    prompt, cached, written = sums["prompt_tokens"], sums["cached_tokens"], sums["cache_write_tokens"]
-    generated, reasoning = sums["generated_tokens"], sums["reasoning_tokens"]
-    return dict(
-        zip(METERS, (prompt - cached - written, cached, written, generated - reasoning, reasoning), strict=True)
+    used = Usage(
+        prompt_tokens=sums["prompt_tokens"],
+        cached_tokens=sums["cached_tokens"],
+        cache_write_tokens=sums["cache_write_tokens"],
+        generated_tokens=sums["generated_tokens"],
+        reasoning_tokens=sums["reasoning_tokens"],
     )
+    return dict(zip(METERS, tokens_by_meter(used), strict=True))
 
 
 def _price_of(sums: Mapping[str, int], known: Sequence[UnitPrices], currency: Currency) -> UnitPrices | None:

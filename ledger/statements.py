@@ -14,7 +14,6 @@ import msgspec
 
 from ledger.money import PICO_PER_CENT, Currency, floor_to_cent
 
-METERS = ("input_uncached", "cache_read", "cache_write", "output_text", "output_reasoning")
 LineKind = Literal["usage", "waived", "carry_in"]
 
 
