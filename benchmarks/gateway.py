@@ -23,8 +23,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.journal import sync_time_us
 from benchmarks.load import Result, closed_loop, open_loop, request_bytes
-from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, fdatasync_ms, pin_here
+from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, pin_here
 from benchmarks.subjects import MODEL, Subject, floor, tallygate, upstream
 
 CONNECTIONS = (1, 8, 32, 128)
@@ -102,7 +103,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(table)
     for name, facts in report["facts"].items():
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
-    console.print(f"fdatasync of this disk: {report['fdatasync_ms']} ms (median)")
+    console.print(f"fdatasync of this disk after 4 kB: {report['fdatasync_us']:.0f} us (median)")
 
 
 def prove(subject: Subject) -> None:
@@ -137,7 +138,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return {
             "cells": cells,
             "facts": facts,
-            "fdatasync_ms": fdatasync_ms(folder),
+            "fdatasync_us": sync_time_us(folder, 4096),
             "rounds": rounds,
             "seconds": seconds,
         }

@@ -86,19 +86,3 @@ def answers(port: int) -> bool:
             return probe.recv(16).startswith(b"HTTP/1.1 ")
     except OSError:
         return False
-
-
-def fdatasync_ms(folder: Path, times: int = 50) -> float:
-    """The median time that this disk takes to make 4 kB durable, in milliseconds."""
-    taken = []
-    file = os.open(folder / "fdatasync-probe", os.O_CREAT | os.O_WRONLY, 0o600)
-    try:
-        for _ in range(times):
-            os.pwrite(file, b"x" * 4096, 0)
-            started = time.perf_counter()
-            os.fdatasync(file)
-            taken.append(time.perf_counter() - started)
-    finally:
-        os.close(file)
-        (folder / "fdatasync-probe").unlink()
-    return round(sorted(taken)[len(taken) // 2] * 1000, 3)
