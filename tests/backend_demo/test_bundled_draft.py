@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from backend.bundled import WHEEL, bundled_target
+from backend.bundled import bundled_target
 from backend.demo.draft import WEIGHTS, load_demo_draft
 from backend.demo.evaluate import Acceptance, Evaluation, held_out_conversations
 from backend.demo.prompts import KINDS
@@ -17,17 +16,6 @@ from backend.loading import load_model
 
 FLOOR = 0.38  # .438 measured on these three prompts, float32 and bfloat16; the rest is for other processors' rounding
 MEGABYTES = 24
-
-
-def _installed() -> bool:
-    try:
-        importlib.metadata.distribution(WHEEL)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _installed(), reason=f"the wheel {WHEEL} is not installed")
 
 
 @pytest.fixture(scope="module")
