@@ -29,7 +29,6 @@ from ledger.prices import (
 from ledger.publishing import LEAD_MS, MAX_PRICE_PICO, Quote, publish_fx, publish_prices, requote, seed, verify_versions
 from ledger.records import Usage
 from ledger.schema import teams
-from ledger.statements import METERS as STATEMENT_METERS
 from tests.ledger_books.conftest import NOW_MS, tampering
 
 DEEPSEEK = Quote.parse("deepseek-v3.2", input="0.28", cache_read="0.028", output="0.42")
@@ -68,10 +67,6 @@ def test_meters_partition_the_tokens(uncached: int, read: int, write: int, text_
     usage = Usage(uncached + read + write, read, write, text_ + reasoning, reasoning)
     assert Meters(1, 1, 1, 1, 1).cost(usage) == usage.prompt_tokens + usage.generated_tokens
     assert Meters(2, 3, 5, 7, 11).cost(usage) == 2 * uncached + 3 * read + 5 * write + 7 * text_ + 11 * reasoning
-
-
-def test_meters_are_in_the_order_of_the_statement() -> None:
-    assert METERS == STATEMENT_METERS
 
 
 async def test_cache_and_reasoning_prices_default_to_plain_input_and_output(seeded: Database) -> None:
