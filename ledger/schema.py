@@ -23,6 +23,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -239,6 +240,7 @@ slots = _table(
     Column("journal_uuid", Text, nullable=False),
     Column("heartbeat_ms", Int, nullable=False),
     Column("live", Integer, nullable=False),  # 0 after a clean shutdown
+    Column("unsealed_requests", Int),  # that still run in months which it was told to seal; NULL: none is unsealed
 )
 
 epochs = _table(
@@ -290,6 +292,7 @@ usage = Table(
     Column("created_ms", Int, nullable=False),  # admission
     Column("settled_ms", Int, nullable=False),
     Column("period", Text, nullable=False),  # "YYYY-MM" in the team's zone, fixed at admission
+    Column("billed_in", Text),  # the later month that bills it: `period` was closed when it was posted
     Column("team_id", Text, nullable=False),
     Column("key_id", Text, nullable=False),
     Column("end_user", Text),
@@ -331,6 +334,13 @@ usage = Table(
     CheckConstraint("reasoning_tokens <= generated_tokens AND accepted_tokens <= draft_tokens", name="subsets"),
     CheckConstraint("cost_usd_pico >= 0 AND cost_cny_pico >= 0 AND loss_pico >= 0", name="not_negative"),
     Index("ix_usage_team_period", "team_id", "period"),
+    Index(
+        "ix_usage_team_billed_in",
+        "team_id",
+        "billed_in",
+        sqlite_where=text("billed_in IS NOT NULL"),
+        postgresql_where=text("billed_in IS NOT NULL"),
+    ),
     sqlite_strict=True,
     postgresql_partition_by="RANGE (request_id)",
 )
@@ -357,6 +367,7 @@ rollups = _table(
     "rollups",
     Column("hour_ms", Int, primary_key=True),
     Column("period", Text, primary_key=True),
+    Column("billed_in", Text, primary_key=True, server_default=""),  # as in `usage`; empty: in its own period
     Column("team_id", Text, primary_key=True),
     Column("key_id", Text, primary_key=True),
     Column("model", Text, primary_key=True),
@@ -412,9 +423,19 @@ periods = _table(
     "periods",
     Column("period", Text, primary_key=True),
     Column("timezone", Text, primary_key=True),
-    Column("state", Text, nullable=False),  # open | closed
+    Column("state", Text, nullable=False),  # open | closed; with it all earlier months of that zone
     Column("closed_ms", Int),
+    Column("closing_ms", Int),  # since then slots are told to seal it
     CheckConstraint("state IN ('open', 'closed')", name="state"),
+)
+
+seals = _table(
+    "seals",
+    Column("slot_id", Text, primary_key=True),
+    Column("epoch", Integer, primary_key=True),
+    Column("period", Text, primary_key=True),
+    Column("timezone", Text, primary_key=True),
+    Column("seq", Int, nullable=False),  # of the SEAL: posted, and so is all of that epoch that belongs to the month
 )
 
 counters = _table(
@@ -445,6 +466,38 @@ invoices = _table(
     Column("created_ms", Int, nullable=False),
     Column("finalized_ms", Int),
     Column("settled_ms", Int),
+    Column("due_pico", PicoSum, nullable=False, server_default="0"),  # to be paid; of a credit note: what it takes off
     CheckConstraint("carry_in_pico + exact_pico = billed_pico + carry_out_pico", name="carry"),
     Index("ix_invoices_team_period", "team_id", "period"),
+)
+
+webhook_events = _table(
+    "webhook_events",
+    Column("id", Text, primary_key=True),
+    Column("kind", Text, nullable=False),  # budget | balance | acceptance
+    Column("key", Text, nullable=False),  # what happened, once: the same for every worker that notices it
+    Column("payload", Text, nullable=False),  # JSON
+    Column("at_ms", Int, nullable=False),
+    Column("routed_ms", Int),  # since then there is a delivery for each webhook that wants it
+    UniqueConstraint("kind", "key"),
+    Index("ix_webhook_events_routed_ms", "routed_ms"),
+)
+
+webhook_deliveries = _table(
+    "webhook_deliveries",
+    Column("event_id", Text, ForeignKey("webhook_events.id"), primary_key=True),
+    Column("hook", Text, primary_key=True),  # a digest of its URL, which may hold a secret
+    Column("state", Text, nullable=False),  # waiting | delivered | given_up
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("next_ms", Int, nullable=False),  # not before; whoever tries moves it on first, so that nobody else does
+    Column("done_ms", Int),
+    Column("error", Text),  # of the last attempt
+    CheckConstraint("state IN ('waiting', 'delivered', 'given_up')", name="state"),
+    Index("ix_webhook_deliveries_state_next_ms", "state", "next_ms"),
+)
+
+installation = _table(
+    "installation",
+    Column("name", Text, primary_key=True),  # "key_secret_fingerprint"
+    Column("value", Text, nullable=False),
 )

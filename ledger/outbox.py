@@ -1,0 +1,123 @@
+"""Events for webhooks: written once, in the transaction of whoever notices, and delivered at least once.
+
+`record_event` may be called by many workers for the same thing: `key` says what happened, and the first one wins.
+Deliveries are rows too, one for each webhook that wants the event, so a restart forgets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ledger.ids import new_id
+from ledger.schema import webhook_deliveries, webhook_events
+
+EventKind = Literal["budget", "balance", "acceptance"]
+BATCH = 100
+CLAIM_MS = 60_000
+"""How long a delivery is left to whoever claimed it; a poster that dies meanwhile delays it by this."""
+FIRST_PAUSE_MS = 5_000
+LONGEST_PAUSE_MS = 3_600_000
+GIVE_UP_AFTER = 40
+"""Attempts. With pauses that double up to an hour: about a day and a half."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What happened. `id` stays the same in every attempt, so that a receiver can tell repetitions."""
+
+    id: str
+    kind: EventKind
+    at_ms: int
+    payload: dict[str, Any]
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """An event on its way to one webhook. `attempts` counts this one."""
+
+    event: Event
+    hook: str
+    attempts: int
+
+
+async def record_event(c: AsyncConnection, kind: EventKind, key: str, payload: Mapping[str, Any], at_ms: int) -> bool:
+    """Adds an event in the caller's transaction; False when it is there already.
+
+    key: unique for what happened, such as "draft_unfit:MODEL:DRAFT:HOUR_MS". payload: what msgspec can write as JSON.
+    """
+    row = {
+        "id": new_id("event", at_ms),
+        "kind": kind,
+        "key": key,
+        "payload": msgspec.json.encode(dict(payload), order="sorted").decode(),
+        "at_ms": at_ms,
+    }
+    build = postgresql.insert if c.dialect.name == "postgresql" else sqlite.insert
+    return (await c.execute(build(webhook_events).values(row).on_conflict_do_nothing())).rowcount == 1
+
+
+async def route(c: AsyncConnection, wanted: Mapping[str, Collection[EventKind]], now_ms: int) -> int:
+    """Makes a delivery of each new event for each hook that wants its kind; returns how many events there were.
+
+    wanted: hook → kinds. With no hooks at all, events wait for the first.
+    """
+    if not wanted:
+        return 0
+    e = webhook_events.c
+    query = select(e.id, e.kind).where(e.routed_ms.is_(None)).order_by(e.id).limit(BATCH)
+    found = (await c.execute(query.with_for_update(skip_locked=True))).all()
+    rows = [
+        {"event_id": event.id, "hook": hook, "state": "waiting", "next_ms": now_ms}
+        for event in found
+        for hook, kinds in wanted.items()
+        if event.kind in kinds
+    ]
+    if rows:
+        await c.execute(insert(webhook_deliveries), rows)
+    if found:
+        await c.execute(update(webhook_events).where(e.id.in_([event.id for event in found])).values(routed_ms=now_ms))
+    return len(found)
+
+
+async def claim(c: AsyncConnection, hooks: Collection[str], now_ms: int) -> list[Delivery]:
+    """The deliveries that are due, oldest first; nobody else gets them for CLAIM_MS."""
+    d, e = webhook_deliveries.c, webhook_events.c
+    query = (
+        select(d.event_id, d.hook, d.attempts, e.kind, e.at_ms, e.payload)
+        .join(webhook_events, e.id == d.event_id)
+        .where(d.state == "waiting", d.next_ms <= now_ms, d.hook.in_(hooks))
+        .order_by(d.next_ms, d.event_id)
+        .limit(BATCH)
+        .with_for_update(skip_locked=True, of=webhook_deliveries)
+    )
+    claimed = []
+    for row in (await c.execute(query)).all():
+        mine = (d.event_id == row.event_id, d.hook == row.hook)
+        await c.execute(
+            update(webhook_deliveries).where(*mine).values(next_ms=now_ms + CLAIM_MS, attempts=row.attempts + 1)
+        )
+        event = Event(row.event_id, row.kind, row.at_ms, msgspec.json.decode(row.payload))
+        claimed.append(Delivery(event, row.hook, row.attempts + 1))
+    return claimed
+
+
+async def finish(c: AsyncConnection, delivery: Delivery, error: str | None, now_ms: int) -> None:
+    """What became of an attempt: delivered (error None), else again later, and given up after GIVE_UP_AFTER."""
+    d = webhook_deliveries.c
+    mine = (d.event_id == delivery.event.id, d.hook == delivery.hook, d.state == "waiting")
+    if error is None:
+        values: dict[str, Any] = {"state": "delivered", "done_ms": now_ms, "error": None}
+    elif delivery.attempts >= GIVE_UP_AFTER:
+        values = {"state": "given_up", "done_ms": now_ms, "error": error[:500]}
+    else:
+        values = {"next_ms": now_ms + pause_ms(delivery.attempts), "error": error[:500]}
+    await c.execute(update(webhook_deliveries).where(*mine).values(values))
+
+
+def pause_ms(attempts: int) -> int:
+    """How long to wait after so many attempts: 5 s, 10 s, 20 s … an hour."""
+    return min(LONGEST_PAUSE_MS, FIRST_PAUSE_MS << min(attempts - 1, 20))
