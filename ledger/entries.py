@@ -6,13 +6,14 @@ Every figure is a sum over the records, so any division of the journal into batc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ledger.money import Currency
 from ledger.periods import HOUR_MS
-from ledger.records import Answer, Charge, EpochClosed, Settle, Usage, Void
+from ledger.records import Answer, Charge, EpochClosed, Seal, Settle, Usage, Void
 
 ANSWER_KEPT_MS = 24 * HOUR_MS
 
@@ -21,6 +22,7 @@ USAGE_COLUMNS = (
     "created_ms",
     "settled_ms",
     "period",
+    "billed_in",
     "team_id",
     "key_id",
     "end_user",
@@ -58,6 +60,7 @@ USAGE_COLUMNS = (
 ROLLUP_KEYS = (
     "hour_ms",
     "period",
+    "billed_in",
     "team_id",
     "key_id",
     "model",
@@ -82,6 +85,10 @@ ROLLUP_SUMS = (
     "provider_cost_usd_pico",
     "loss_pico",
 )
+
+
+LateMonths = Mapping[tuple[str, str], str]
+"""(team, period) → the later month that bills it, for the periods that are closed."""
 
 
 class AccountInfo(NamedTuple):
@@ -109,7 +116,14 @@ class RefusedRecord(Exception):
 class Entries:
     """Collects the effects of records of one epoch's journal, in order."""
 
-    def __init__(self, slot_id: str, epoch: int, batch_id: str, accounts: Mapping[str, AccountInfo]) -> None:
+    def __init__(
+        self,
+        slot_id: str,
+        epoch: int,
+        batch_id: str,
+        accounts: Mapping[str, AccountInfo],
+        late: LateMonths = MappingProxyType({}),
+    ) -> None:
         self.slot_id = slot_id
         self.epoch = epoch
         self.batch_id = batch_id
@@ -125,7 +139,10 @@ class Entries:
         """(answer expires at, team, key, idempotency key, request)."""
         self.released_claims: list[tuple[str, str, str, str]] = []
         self.closed_epochs: list[int] = []
+        self.seals: list[tuple[str, str, int]] = []
+        """(period, time zone, seq)."""
         self._accounts = accounts
+        self._late = late
 
     def add(self, seq: int, payload: bytes, record: Any) -> None:
         """Raises RefusedRecord for an account or a currency that does not exist."""
@@ -138,15 +155,18 @@ class Entries:
                 self.released_claims.append((team, owner, key, record.request_id))
             case EpochClosed():
                 self.closed_epochs.append(record.epoch)
+            case Seal(timezone=str() as timezone):
+                self.seals.append((record.period, timezone, seq))
 
     def _settle(self, seq: int, payload: bytes, s: Settle) -> None:
-        self.rows.append(usage_row(s, self.slot_id, self.epoch, seq, self.batch_id, payload))
+        billed_in = self._late.get((s.team_id, s.period))
+        self.rows.append(usage_row(s, self.slot_id, self.epoch, seq, self.batch_id, payload, billed_in))
         lease_epoch = self.epoch if s.recovered_epoch is None else s.recovered_epoch
         for charge in s.charges:
             debit = (lease_epoch, charge.account_id)
             self.debits[debit] = self.debits.get(debit, 0) + charge.amount_pico
-        add_transfers(self.transfers, s, self._accounts)
-        add_rollup(self.rollups, s, self.slot_id)
+        add_transfers(self.transfers, s, self._accounts, billed_in)
+        add_rollup(self.rollups, s, self.slot_id, billed_in)
         if s.usage.raw is not None:
             self.unbelieved.append((seq, s.request_id, s.usage.raw))
         if s.idempotency_key is not None:
@@ -157,7 +177,9 @@ class Entries:
                 self.done_claims.append((s.settled_ms + ANSWER_KEPT_MS, *claim))
 
 
-def usage_row(s: Settle, slot_id: str, epoch: int, seq: int, batch_id: str, payload: bytes) -> tuple[Any, ...]:
+def usage_row(
+    s: Settle, slot_id: str, epoch: int, seq: int, batch_id: str, payload: bytes, billed_in: str | None = None
+) -> tuple[Any, ...]:
     """The row of USAGE_COLUMNS."""
     u = s.usage
     return (
@@ -165,6 +187,7 @@ def usage_row(s: Settle, slot_id: str, epoch: int, seq: int, batch_id: str, payl
         s.admitted_ms,
         s.settled_ms,
         s.period,
+        billed_in,
         s.team_id,
         s.key_id,
         s.end_user,
@@ -205,9 +228,12 @@ def charges_json(charges: list[Charge]) -> str:
     return msgspec.json.encode(charges).decode()
 
 
-def transfers_of(s: Settle, accounts: Mapping[str, AccountInfo]) -> Iterator[tuple[TransferKey, int]]:
-    """The two-sided entries of one request. Raises RefusedRecord for an account that does not exist."""
-    model, team, period = s.model, s.team_id, s.period
+def transfers_of(
+    s: Settle, accounts: Mapping[str, AccountInfo], billed_in: str | None = None
+) -> Iterator[tuple[TransferKey, int]]:
+    """The two-sided entries of one request, in the month that bills it. Raises RefusedRecord for an account that does
+    not exist."""
+    model, team, period = s.model, s.team_id, billed_in or s.period
     for charge in s.charges:
         account = accounts.get(charge.account_id)
         if account is None:
@@ -224,15 +250,19 @@ def transfers_of(s: Settle, accounts: Mapping[str, AccountInfo]) -> Iterator[tup
         yield key, s.loss_pico
 
 
-def add_transfers(transfers: dict[TransferKey, int], s: Settle, accounts: Mapping[str, AccountInfo]) -> None:
-    for key, amount in transfers_of(s, accounts):
+def add_transfers(
+    transfers: dict[TransferKey, int], s: Settle, accounts: Mapping[str, AccountInfo], billed_in: str | None = None
+) -> None:
+    for key, amount in transfers_of(s, accounts, billed_in):
         transfers[key] = transfers.get(key, 0) + amount
 
 
-def add_rollup(rollups: dict[tuple[Any, ...], list[int]], s: Settle, slot_id: str) -> None:
+def add_rollup(
+    rollups: dict[tuple[Any, ...], list[int]], s: Settle, slot_id: str, billed_in: str | None = None
+) -> None:
     hour = s.admitted_ms - s.admitted_ms % HOUR_MS
     draft = s.draft_model or ""
-    key = (hour, s.period, s.team_id, s.key_id, s.model, s.deployment, draft, s.price_version, slot_id)
+    key = (hour, s.period, billed_in or "", s.team_id, s.key_id, s.model, s.deployment, draft, s.price_version, slot_id)
     sums = rollups.get(key)
     if sums is None:
         sums = rollups[key] = [0] * len(ROLLUP_SUMS)

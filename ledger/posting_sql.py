@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import msgspec
 from sqlalchemy import delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -17,7 +18,7 @@ from ledger.database import driver
 from ledger.entries import ROLLUP_KEYS, ROLLUP_SUMS, USAGE_COLUMNS, AccountInfo, Entries, RefusedRecord
 from ledger.journal.format import SETTLE, Frame
 from ledger.records import Settle, decode
-from ledger.schema import accounts, epochs, idempotency_claims, leases, suspense, usage
+from ledger.schema import accounts, epochs, idempotency_claims, leases, seals, suspense, usage
 
 TRANSFER_COLUMNS = (
     "id",
@@ -89,6 +90,7 @@ async def write_entries(c: AsyncConnection, entries: Entries, now_ms: int) -> No
     for seq, request_id, received in entries.unbelieved:
         await _put_in_suspense(c, entries.slot_id, entries.epoch, seq, request_id, UNBELIEVED, received, now_ms)
     await _end_claims(c, entries)
+    await _note_seals(c, entries)
 
 
 async def suspend(c: AsyncConnection, slot_id: str, epoch: int, frame: Frame, reason: str, now_ms: int) -> bool:
@@ -201,6 +203,14 @@ async def _end_claims(c: AsyncConnection, entries: Entries) -> None:
         await c.execute(update(idempotency_claims).where(this(*claim)).values(done))
     for released in entries.released_claims:
         await c.execute(delete(idempotency_claims).where(this(*released)))
+
+
+async def _note_seals(c: AsyncConnection, entries: Entries) -> None:
+    """From now on the month's close knows that nothing of it is left in this epoch's journal."""
+    build = postgresql.insert if c.dialect.name == "postgresql" else sqlite.insert
+    for period, timezone, seq in entries.seals:
+        row = {"slot_id": entries.slot_id, "epoch": entries.epoch, "period": period, "timezone": timezone, "seq": seq}
+        await c.execute(build(seals).values(row).on_conflict_do_nothing())
 
 
 def _transfer_rows(entries: Entries, now_ms: int) -> list[tuple[Any, ...]]:

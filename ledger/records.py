@@ -133,9 +133,11 @@ class EpochClosed(msgspec.Struct, frozen=True, array_like=True, tag="epoch_close
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
-    """From here on this slot admits nothing into `period` ("YYYY-MM") or an earlier one, whatever its clock says."""
+    """From here on this slot admits nothing into `period` ("YYYY-MM") of `timezone` or an earlier one, whatever its
+    clock says; and what this epoch had admitted there has ended above this frame."""
 
     period: str
+    timezone: str | None = None
 
 
 Record = Intent | Progress | Answer | Settle | Void | EpochClosed | Seal

@@ -28,6 +28,7 @@ from ledger.schema import accounts, leases, transfers
 from ledger.sums import exact_sum, read_sum
 
 PAGE = 2_000
+_BILLED_IN = USAGE_COLUMNS.index("billed_in")
 Result = tuple[int, str | None]
 """How many things were compared, and the first that differs."""
 
@@ -71,7 +72,8 @@ async def _check_row(
         return f"its record does not read: {error}"
     if not isinstance(settle, Settle):
         return "its record is no SETTLE"
-    expected = usage_row(settle, slot_id, epoch, seq, batch_id, payload)
+    billed_in = row[_BILLED_IN]
+    expected = usage_row(settle, slot_id, epoch, seq, batch_id, payload, billed_in)
     if expected != row:
         column = next(i for i, (is_, should) in enumerate(zip(row, expected, strict=True)) if is_ != should)
         return f"{USAGE_COLUMNS[column]} is {row[column]!r}, its record says {expected[column]!r}"
@@ -79,7 +81,7 @@ async def _check_row(
     if wrong is not None:
         return wrong
     try:
-        add_transfers(sums.transfers, settle, infos)
+        add_transfers(sums.transfers, settle, infos, billed_in)
     except RefusedRecord as error:
         return str(error)
     lease_epoch = epoch if settle.recovered_epoch is None else settle.recovered_epoch
@@ -178,7 +180,7 @@ def _words(key: TransferKey) -> str:
 async def check_rollups(c: AsyncConnection, month: str | None) -> Result:
     """The hourly sums are the sums of the rows, compared by the database, in both directions."""
     hour = f"created_ms - created_ms % {HOUR_MS}"
-    derived = {"hour_ms": hour, "draft_model": "coalesce(draft_model, '')"}
+    derived = {"hour_ms": hour, "draft_model": "coalesce(draft_model, '')", "billed_in": "coalesce(billed_in, '')"}
     keys = ", ".join(ROLLUP_KEYS)
     rows = ", ".join(derived.get(name, name) for name in ROLLUP_KEYS)
     added = ", ".join("count(*)" if name == "requests" else f"sum({name})" for name in ROLLUP_SUMS)
