@@ -33,11 +33,15 @@ def format_named(name: str) -> Format:
             from ledger.documents.xlsx import write_xlsx
 
             return Format(write_xlsx, "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet", ".xlsx")
+        case "pdf":
+            from ledger.documents.pdf import write_pdf
+
+            return Format(write_pdf, "application/pdf", ".pdf")
         case "focus":
             from ledger.documents.focus import write_focus
 
             return Format(write_focus, "text/csv; charset=utf-8", ".focus.csv")
-    raise Invalid(f"unknown format {name!r}: use csv, json, xlsx or focus", "format")
+    raise Invalid(f"unknown format {name!r}: use csv, json, xlsx, pdf or focus", "format")
 
 
 def file_name(statement: Statement, format_: Format) -> str:

@@ -6,7 +6,7 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from ledger.documents.wording import describe, exchange_rate, local_date, summary, tax_rate, unit_price
+from ledger.documents.wording import closing_notes, describe, local_date, summary, unit_price
 from ledger.money import format_amount
 from ledger.statements import Statement
 
@@ -24,11 +24,7 @@ def write_csv(statement: Statement) -> bytes:
     writer.writerow([])
     for name, chinese, amount in summary(statement):
         writer.writerow([name, chinese, amount, statement.currency])
-    writer.writerow(["Tax rate", "税率", tax_rate(statement)])
-    for fx in statement.fx:
-        writer.writerow(["Exchange rate", "汇率与生效日", exchange_rate(fx, statement.timezone), fx.price_version])
-    if statement.merkle_root:
-        writer.writerow(["Merkle root", "", statement.merkle_root])
+    writer.writerows(closing_notes(statement))
     return b"\xef\xbb\xbf" + text.getvalue().encode()
 
 

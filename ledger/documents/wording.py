@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from fractions import Fraction
 
-from ledger.money import format_amount, format_price
+from ledger.money import PICO_PER_CENT, format_amount, format_price
 from ledger.periods import zone
 from ledger.statements import FxLine, Line, Statement
 
@@ -16,6 +16,10 @@ METER_NAMES = {
     "output_text": "output",
     "output_reasoning": "output, reasoning",
 }
+
+_DIGITS = "零壹贰叁肆伍陆柒捌玖"
+_PLACES = ("", "拾", "佰", "仟")
+_GROUPS = ("", "万", "亿")
 
 
 def describe(line: Line) -> str:
@@ -44,9 +48,71 @@ def summary(statement: Statement) -> list[tuple[str, str, str]]:
     return [(name, chinese, format_amount(pico)) for name, chinese, pico in rows]
 
 
+def heading(statement: Statement) -> list[tuple[str, str]]:
+    """(name in both languages, value): whose statement of which month this is."""
+    party, zone_name = statement.party, statement.timezone
+    first, last = statement.period_start_ms, statement.period_end_ms - 1
+    return [
+        ("Period 账期", f"{local_date(first, zone_name)} – {local_date(last, zone_name)} ({zone_name})"),
+        ("Team 客户", party.name),
+        ("Invoice title 发票抬头", party.invoice_title or ""),
+        ("Tax number 纳税人识别号", party.tax_id or ""),
+    ]
+
+
+def closing_notes(statement: Statement) -> list[tuple[str, str, str]]:
+    """(name, 中文名, text): what stands below the figures."""
+    rows = []
+    if statement.currency == "CNY":
+        rows.append(("Total billed in words", "价税合计(大写)", capital_amount(statement.billed_pico)))
+    rows.append(("Tax rate", "税率", tax_rate(statement)))
+    rows += [("Exchange rate", "汇率与生效日", exchange_rate(fx, statement.timezone)) for fx in statement.fx]
+    if statement.merkle_root:
+        rows.append(("Merkle root", "默克尔根", statement.merkle_root))
+    return rows
+
+
+def capital_amount(pico: int) -> str:
+    """Whole fen in the capitals that Chinese documents require: 39.24 is 人民币叁拾玖元贰角肆分.
+
+    Source: 支付结算办法, 附一 正确填写票据和结算凭证的基本规定.
+    Raises ValueError for a fraction of a fen or 10^12 yuan.
+    """
+    fen, fraction = divmod(abs(pico), PICO_PER_CENT)
+    yuan, rest = divmod(fen, 100)
+    if fraction or yuan >= 10**12:
+        raise ValueError(f"{pico} pico is not a number of fen below 10^12 yuan")
+    jiao, last = divmod(rest, 10)
+    text = _capital_integer(yuan) + "元" if yuan else ""
+    if not rest:
+        return f"人民币{'负' if pico < 0 else ''}{text or '零元'}整"
+    if jiao:
+        text += _DIGITS[jiao] + "角"
+    elif yuan:
+        text += "零"
+    text += _DIGITS[last] + "分" if last else "整"
+    return f"人民币{'负' if pico < 0 else ''}{text}"
+
+
+def _capital_integer(number: int) -> str:
+    text, zero = "", False
+    for position in range(11, -1, -1):
+        digit = number // 10**position % 10
+        if digit:
+            text += ("零" if zero and text else "") + _DIGITS[digit] + _PLACES[position % 4]
+            zero = False
+        else:
+            zero = True
+        if position % 4 == 0 and position and number // 10**position % 10**4:
+            text += _GROUPS[position // 4]
+    return text
+
+
 def exchange_rate(fx: FxLine, timezone: str) -> str:
-    """ "1 USD = 7.3 CNY since 2026-11-01": a decimal where it is finite, else the exact ratio."""
-    return f"1 {fx.base} = {_ratio(fx)} {fx.quote} since {local_date(fx.effective_from_ms, timezone)}"
+    """ "1 USD = 7.3 CNY since 2026-11-01 (pv_1)": a decimal where it is finite, else the exact ratio."""
+    return (
+        f"1 {fx.base} = {_ratio(fx)} {fx.quote} since {local_date(fx.effective_from_ms, timezone)} ({fx.price_version})"
+    )
 
 
 def local_date(at_ms: int, timezone: str) -> str:

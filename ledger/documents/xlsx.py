@@ -10,7 +10,7 @@ from typing import Any
 
 import xlsxwriter
 
-from ledger.documents.wording import describe, exchange_rate, local_date, summary, tax_rate, unit_price
+from ledger.documents.wording import closing_notes, describe, heading, summary, unit_price
 from ledger.money import PICO_PER_CENT, format_amount
 from ledger.statements import Statement
 
@@ -60,15 +60,7 @@ def write_xlsx(statement: Statement) -> bytes:
 
 
 def _head(sheet: Any, statement: Statement, bold: Any) -> int:
-    party, zone = statement.party, statement.timezone
-    period = f"{local_date(statement.period_start_ms, zone)} – {local_date(statement.period_end_ms - 1, zone)} ({zone})"
-    rows = (
-        ("Statement 对账单", statement.number or statement.state),
-        ("Period 账期", period),
-        ("Team 客户", party.name),
-        ("Invoice title 发票抬头", party.invoice_title or ""),
-        ("Tax number 纳税人识别号", party.tax_id or ""),
-    )
+    rows = [("Statement 对账单", statement.number or statement.state), *heading(statement)]
     for row, (name, value) in enumerate(rows):
         sheet.write_string(row, 0, name, bold)
         sheet.write_string(row, 1, value)
@@ -77,10 +69,7 @@ def _head(sheet: Any, statement: Statement, bold: Any) -> int:
 
 def _figures(sheet: Any, statement: Statement, row: int) -> None:
     rows = [(f"{name} {chinese}", f"{amount} {statement.currency}") for name, chinese, amount in summary(statement)]
-    rows.append(("Tax rate 税率", tax_rate(statement)))
-    rows += [("Exchange rate 汇率与生效日", exchange_rate(fx, statement.timezone)) for fx in statement.fx]
-    if statement.merkle_root:
-        rows.append(("Merkle root", statement.merkle_root))
+    rows += [(f"{name} {chinese}", text) for name, chinese, text in closing_notes(statement)]
     for offset, (name, value) in enumerate(rows):
         sheet.write_string(row + offset, 0, name)
         sheet.write_string(row + offset, 1, value)

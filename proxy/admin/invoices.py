@@ -15,7 +15,7 @@ from proxy.admin.endpoints import EVERYONE, FINANCE, Call, Document, Endpoint, L
 from proxy.admin.times import iso, required_iso
 
 Month = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="YYYY-MM")]
-FormatName = Literal["xlsx", "csv", "json", "focus"]
+FormatName = Literal["xlsx", "pdf", "csv", "json", "focus"]
 MEDIA_TYPES = (
     "text/csv",
     "application/json",
@@ -151,7 +151,7 @@ ENDPOINTS = [
     Endpoint(
         "GET",
         "/invoices/{invoice}.{format}",
-        "An invoice as a file: xlsx, csv, json or focus",
+        "An invoice as a file: xlsx, pdf, csv, json or focus",
         download,
         Document,
         EVERYONE,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 invoice = typer.Typer(no_args_is_help=True, help="Invoices: drafts, finalized ones, and documents of both.")
 
-FORMATS = ("csv", "json", "xlsx", "focus")
+FORMATS = ("csv", "json", "xlsx", "pdf", "focus")
 INVOICE_COLUMNS = ("number", "id", "team_id", "month", "kind", "state", "billed", "currency")
 MonthOption = Annotated[str, typer.Option(help="YYYY-MM, in the team's time zone.")]
 TeamOption = Annotated[str, typer.Option(help="The team's id or name.")]

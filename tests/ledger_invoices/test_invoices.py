@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from openpyxl import load_workbook
+from pypdf import PdfReader
 from sqlalchemy import update
 
 from ledger import invoices
@@ -225,6 +226,9 @@ async def test_every_format_says_the_same_figures(house: House) -> None:
     assert sheet is not None
     cells = {str(cell.value) for row in sheet.iter_rows() for cell in row if cell.value is not None}
     assert {usd, cny, str(month.number)} <= cells
+    pdf = " ".join(page.extract_text() for page in PdfReader(io.BytesIO(format_named("pdf").write(month))).pages)
+    assert format_amount(month.exact_pico) in pdf
+    assert str(month.number) in pdf
     focus = list(csv.DictReader(io.StringIO(format_named("focus").write(month).decode())))
     assert sum(parse_amount(row["EffectiveCost"]) for row in focus) == month.exact_usd_pico
     assert sum(parse_amount(row["BilledCost"]) for row in focus) == month.billed_pico
