@@ -185,7 +185,7 @@ async def test_the_amount_of_a_suspended_record_stays_locked_when_its_epoch_clos
 async def test_a_suspended_record_is_tried_again_or_written_off(either: House) -> None:
     gate = await either.gate()
     held = await gate.hold(either.ask())
-    version, period = held.price.version_id, held._plan.period
+    version, period = held.price.version_id, held.month.period
     slice, amount = held._plan.funding[0], price(1, 1)
     cny = amount * 73 // 10
     for account_id in ("later", "never"):
