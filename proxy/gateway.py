@@ -17,7 +17,7 @@ from ledger.errors import AlreadyAnswered, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
 from ledger.records import Status
 from policies.access import check_access
-from policies.admission import Admission
+from policies.admission import Admission, Slot
 from policies.drafts import choose_draft
 from policies.quotas import Limiter
 from policies.refusal import Refusal
@@ -185,10 +185,10 @@ class Gateway:
                     await _in_time(run, deployment, slot.acquire(), _QUEUE_S)
                 run.watch.restart(patience.total)
                 if run.request.call.streamed:
-                    broke = await self._stream(run, deployment, patience)
+                    broke = await self._stream(run, deployment, patience, slot)
                 else:
                     broke = False
-                    await self._answer(run, deployment, patience)
+                    await self._answer(run, deployment, patience, slot)
             except Refusal:  # its queue is full, or was too slow: it was not asked
                 run.attempts -= 1
                 if deployment is candidates[-1]:
@@ -243,9 +243,10 @@ class Gateway:
 
     # The answer in one piece
 
-    async def _answer(self, run: Run, deployment: Deployment, patience: Patience) -> None:
+    async def _answer(self, run: Run, deployment: Deployment, patience: Patience, slot: Slot) -> None:
         request = run.request
         body = await _in_time(run, deployment, self._whole(run, deployment), patience.total)
+        slot.release()  # the deployment is done with it; settling need not keep the next one waiting
         try:
             plain = run.dialect.plain(request.id, request.call, body)
         except NoAnswer as error:
@@ -273,7 +274,7 @@ class Gateway:
 
     # The answer as it comes
 
-    async def _stream(self, run: Run, deployment: Deployment, patience: Patience) -> bool:
+    async def _stream(self, run: Run, deployment: Deployment, patience: Patience, slot: Slot) -> bool:
         """Whether it broke off after the client had seen its beginning. Raises UpstreamFailed before that."""
         call = run.request.call
         reader = run.dialect.reader(run.request.id, call)
@@ -286,6 +287,8 @@ class Gateway:
             if run.request.once is not None:
                 relay.recorder = Recorder(run.dialect.native)
             ending = await relay.run(run.hold, run.reply, run.headers(), call.least_prompt_tokens)
+            relay.leave()
+            slot.release()
             await self._finish(run, deployment, ending, reader, relay)
             return ending.how == "broken" and not ending.long
         except (UpstreamFailed, Interrupted):

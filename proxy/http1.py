@@ -97,7 +97,7 @@ class Response:
 
     def leave(self, seconds: float = 1.0) -> None:
         """All that matters was read: let the rest arrive unread, so that the connection can be kept."""
-        if not self.complete:
+        if not self.complete and not self._discarding:
             self._discarding = True
             asyncio.get_running_loop().call_later(seconds, self.close)
 

@@ -224,6 +224,8 @@ async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_
 
 
 async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, upstream: FakeUpstream) -> None:
+    """Done within 1.5 times what eight at a time take. The best of three bursts: other work on the machine is no fault
+    of the queue, and a queue that collapses does so each time."""
     config = configuration({"legacy": upstream.base_url}, batch={})
     config["upstreams"]["legacy"]["max_concurrency"] = 8
     upstream.standing_fault({"headers_delay_ms": 50})
@@ -231,6 +233,7 @@ async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, u
     await asyncio.to_thread(gateway.__enter__)
     caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
     body = json.dumps({"model": "batch", "messages": HELLO}).encode()
+    took: list[float] = []
 
     async def ask() -> int:
         answer = await caller.post(b"/chat/completions", body)
@@ -239,11 +242,11 @@ async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, u
 
     try:
         await ask()
-        started = time.monotonic()
-        statuses = await asyncio.gather(*(ask() for _ in range(100)))
-        took = time.monotonic() - started
+        while len(took) < 3 and (not took or min(took) > 1.5 * 100 / 8 * 0.05):
+            started = time.monotonic()
+            assert set(await asyncio.gather(*(ask() for _ in range(100)))) == {200}
+            took.append(time.monotonic() - started)
     finally:
         caller.close()
         await asyncio.to_thread(gateway.stop)
-    assert set(statuses) == {200}
-    assert took < 3 * 100 / 8 * 0.05  # 1.5 times, and room for a machine that tests beside us
+    assert min(took) < 1.5 * 100 / 8 * 0.05
