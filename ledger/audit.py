@@ -59,9 +59,13 @@ class Entry(msgspec.Struct, frozen=True):
     hash: str
 
 
-async def lock(c: AsyncConnection) -> tuple[int, str]:
-    """(seq, hash) of the chain's head, locked until this transaction ends. Call it before reading what will change."""
-    query = select(chain_heads.c.seq, chain_heads.c.hash).where(chain_heads.c.name == CHAIN).with_for_update()
+async def lock(c: AsyncConnection, *, share: bool = False) -> tuple[int, str]:
+    """(seq, hash) of the chain's head, locked until this transaction ends. Call it before reading what will change.
+
+    share: keeps acts out, not others who share.
+    """
+    query = select(chain_heads.c.seq, chain_heads.c.hash).where(chain_heads.c.name == CHAIN)
+    query = query.with_for_update(read=share)
     row = (await c.execute(query)).one_or_none()
     if row is None:
         raise LedgerUnavailable("the database has no audit chain: run `tallygate migrate` first")

@@ -24,12 +24,14 @@ from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
 from ledger.journal.segments import SEGMENT_BYTES
 from ledger.leases import RETRY_AFTER_MS, Fenced, Leases, Slice
+from ledger.months import months_to_seal
 from ledger.plan_cache import PlanCache
 from ledger.plans import Part, Plan, Spender
 from ledger.prices import PriceBook
 from ledger.records import EpochClosed, Intent, Void
 from ledger.recovery import begin_epoch, recover
 from ledger.schema import epochs, slots
+from ledger.sealing import BillingMonths
 
 __all__ = ["Ask", "Gate", "Hold", "Outcome", "Receipt", "Spender", "Tokens"]
 
@@ -62,7 +64,8 @@ class Gate:
         """Streams whose latest progress is not journalled yet."""
         self.lost_epochs: list[str] = []
         self._seen = seen
-        self._plans = PlanCache(db, leases, book)
+        self.months = BillingMonths()
+        self._plans = PlanCache(db, leases, self.months, book)
         self._open_holds = 0
         self._entering = 0  # requests that wait for SQL before their INTENT: what they take there outlives them
         self._all_ended = asyncio.Event()
@@ -113,11 +116,13 @@ class Gate:
             async with db.read() as c:
                 seen = await latest_seq(c)
                 book = await PriceBook.load(c, clock())
+                asked = await months_to_seal(c)
         except BaseException:
             await journal.close()
             raise
         gate = cls(db, journal, Leases(db, slot_id, epoch, journal_uuid, clock), book, seen, clock)
         gate.lost_epochs = lost
+        gate.months.learn(asked)
         gate._ticker = asyncio.get_running_loop().create_task(gate._journal_progress())
         await gate.refresh()  # how many slots share the accounts
         return gate
@@ -125,7 +130,8 @@ class Gate:
     # -- a request ---------------------------------------------------------------------------------------------------
 
     async def hold(self, ask: Ask) -> Hold:
-        """Set money aside and write INTENT. The plan, and so price and month, are those of `ask.at_ms`.
+        """Set money aside and write INTENT. The plan, and so the price, are those of `ask.at_ms`; so is the
+        billing month, or the next one when that one is being closed.
 
         Raises InsufficientQuota, PriceNotFound, LedgerUnavailable; with an Idempotency-Key also AlreadyAnswered,
         IdempotencyInProgress, IdempotencyMismatch and IdempotencyExpired.
@@ -155,6 +161,7 @@ class Gate:
     def ended(self, hold: Hold) -> None:
         """A hold was settled or voided."""
         self.moving.discard(hold)
+        hold.month.running -= 1
         self._open_holds -= 1
         if not self._open_holds:
             self._all_ended.set()
@@ -170,7 +177,7 @@ class Gate:
         intent = Intent(
             ask.request_id,
             ask.at_ms,
-            plan.period,
+            hold.month.period,
             spender.team_id,
             spender.key_id,
             spender.end_user,
@@ -291,6 +298,8 @@ class Gate:
                         log.error("SQL lost a lease: not spent any more until it is back", account=account_id)
                 if any(change.subject_kind in ("price_version", "fx_rate", "team") for change in changes):
                     self._plans.book = await PriceBook.load(c, self.clock())
+                if any(change.subject_kind == "month" for change in changes):
+                    self.months.learn(await months_to_seal(c))
             leases.down_since_ms = None
             leases.resync()
             self.journal.posted(cursor or 0)
@@ -298,6 +307,7 @@ class Gate:
                 self._seen = changes[-1].seq
                 self._plans.forget({change.team_id for change in changes})
                 leases.hope_again()
+            await self._seal()
             for slice in {*recalled, *self._idle_slices()}:
                 await leases.give_back(slice)
             await self._beat()
@@ -365,7 +375,18 @@ class Gate:
         self._next_heartbeat_ms = now + HEARTBEAT_MS
         mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)
         async with self.db.begin() as c:
-            await c.execute(update(slots).where(*mine).values(heartbeat_ms=now))
+            told = {"heartbeat_ms": now, "unsealed_requests": self.months.unsealed()}
+            await c.execute(update(slots).where(*mine).values(told))
+
+    async def _seal(self) -> None:
+        for seal in self.months.due():
+            try:
+                await self.journal.append_durable(seal)
+            except LedgerError as error:
+                self.journal_failed(error)
+                return
+            self.months.sealed(seal)
+            self._next_heartbeat_ms = 0  # tell SQL
 
     async def _journal_progress(self) -> None:
         while True:

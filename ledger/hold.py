@@ -99,6 +99,7 @@ class Hold:
         "_turn",
         "ask",
         "delivered_tokens",
+        "month",
         "output_tokens",
         "prompt_tokens",
     )
@@ -111,6 +112,7 @@ class Hold:
         """Covered now. Plain answers: the most to ask the upstream for. Streams: the current window."""
         self.prompt_tokens: int | Callable[[], int] = 0
         self.delivered_tokens = 0
+        self.month = gate.months.admit(plan.month)
         self._gate = gate
         self._plan = plan
         self._parts = parts
@@ -288,7 +290,7 @@ class Hold:
             ask.request_id,
             ask.at_ms,
             gate.clock(),
-            plan.period,
+            self.month.period,
             spender.team_id,
             spender.key_id,
             spender.end_user,

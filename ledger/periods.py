@@ -44,6 +44,11 @@ def period_bounds(period: str, timezone: str) -> tuple[int, int]:
     return _start_of_month(period, timezone), _start_of_month(next_period(period), timezone)
 
 
+def is_month(text: str) -> bool:
+    """Whether it is written "YYYY-MM"."""
+    return _MONTH.fullmatch(text) is not None
+
+
 def next_period(period: str) -> str:
     year, month = _year_month(period)
     return f"{year + month // 12:04d}-{month % 12 + 1:02d}"

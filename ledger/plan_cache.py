@@ -12,6 +12,7 @@ from ledger.errors import LedgerUnavailable
 from ledger.leases import Leases
 from ledger.plans import Plan, has_end_user_budgets, make_plan
 from ledger.prices import PriceBook
+from ledger.sealing import BillingMonths
 
 if TYPE_CHECKING:
     from ledger.hold import Ask
@@ -23,8 +24,9 @@ Key = tuple[str, str, str | None]
 class PlanCache:
     """`find` needs no SQL, `make` does. `book` may be replaced when prices change; then forget all plans."""
 
-    def __init__(self, db: Database, leases: Leases, book: PriceBook) -> None:
+    def __init__(self, db: Database, leases: Leases, months: BillingMonths, book: PriceBook) -> None:
         self.book = book
+        self._months = months
         self._db = db
         self._leases = leases
         self._plans: dict[Key, Plan] = {}
@@ -106,7 +108,7 @@ class PlanCache:
                 self._known_teams.add(team_id)
                 if per_end_user:
                     self._teams_with_user_budgets.add(team_id)
-        book, leases = self.book, self._leases
+        book, leases, months = self.book, self._leases, self._months
         return await make_plan(
-            c, leases, book, ask.spender, ask.model, ask.at_ms, per_end_user=per_end_user, writing=writing
+            c, leases, months, book, ask.spender, ask.model, ask.at_ms, per_end_user=per_end_user, writing=writing
         )

@@ -22,6 +22,7 @@ from ledger.prices import PinnedPrice, PriceBook
 from ledger.quotas import Quota, applicable
 from ledger.schema import accounts as accounts_table
 from ledger.schema import quotas
+from ledger.sealing import BillingMonth, BillingMonths
 
 Part = tuple[Slice, int]
 """An amount of pico drawn from a slice."""
@@ -45,9 +46,9 @@ class Plan:
         "from_ms",
         "funding",
         "funding_in_usd",
+        "month",
         "output_cny",
         "output_usd",
-        "period",
         "price",
         "prompt_cny",
         "prompt_usd",
@@ -61,7 +62,7 @@ class Plan:
         funding: Sequence[Slice],
         funding_in_usd: bool,
         budgets: Sequence[Slice],
-        period: str,
+        month: BillingMonth,
         from_ms: int,
         until_ms: int,
         team_id: str,
@@ -70,7 +71,7 @@ class Plan:
         self.funding = tuple(funding)
         self.funding_in_usd = funding_in_usd
         self.budgets = tuple((slice, slice.currency == "USD") for slice in budgets)
-        self.period = period
+        self.month = month
         self.from_ms = from_ms
         self.until_ms = until_ms
         self.team_id = team_id
@@ -140,6 +141,7 @@ class Plan:
 async def make_plan(
     c: AsyncConnection,
     leases: Leases,
+    months: BillingMonths,
     book: PriceBook,
     spender: Spender,
     model: str,
@@ -170,7 +172,7 @@ async def make_plan(
         [leases.slice(a.id, a.kind, a.currency) for a in funding if _worth_asking(a, leases)],
         spender.billing_currency == "USD",
         budgets,
-        period_of(at_ms, spender.timezone),
+        months.at(period_of(at_ms, spender.timezone), spender.timezone),
         from_ms,
         until_ms,
         spender.team_id,

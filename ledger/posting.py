@@ -24,6 +24,7 @@ from ledger.journal.format import EPOCH_CLOSED, INTENT, PROGRESS, Frame
 from ledger.journal.pruning import prune
 from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, host_id, list_epochs, list_slots
+from ledger.months import late_for_teams
 from ledger.partitions import ensure_partitions
 from ledger.posting_sql import account_infos, close_epoch, is_outage, is_refusal, suspend, write_entries
 from ledger.records import EpochClosed, Settle, decode
@@ -71,6 +72,7 @@ class Poster:
         self._open: dict[Path, _Epoch] = {}
         self._closed: set[Path] = set()
         self._accounts: dict[str, AccountInfo] = {}
+        self._zones: dict[str, str] = {}
         self._next_housekeeping_ms = 0
         self._complaints: dict[str, str] = {}
 
@@ -203,11 +205,17 @@ class Poster:
             new = {charge.account_id for settle in settled for charge in settle.charges} - self._accounts.keys()
             if new:
                 self._accounts |= await account_infos(c, new)
-            entries = Entries(epoch.slot_id, epoch.info.epoch, batch_id, self._accounts)
+            late = await self._late(c, settled)
+            entries = Entries(epoch.slot_id, epoch.info.epoch, batch_id, self._accounts, late)
             for frame, record in records:
                 entries.add(frame.seq, frame.payload, record)
             await write_entries(c, entries, now_ms)
         epoch.cursor = frames[-1].seq
+
+    async def _late(self, c: AsyncConnection, settled: list[Settle]) -> dict[tuple[str, str], str]:
+        """(team, period) → the month that bills what comes too late for it. No close comes before our COMMIT."""
+        wanted = {(settle.team_id, settle.period) for settle in settled}
+        return await late_for_teams(c, wanted, self._zones)
 
     async def _suspend(self, epoch: _Epoch, frame: Frame, reason: str) -> None:
         async with self.db.begin() as c:

@@ -63,6 +63,7 @@ async def begin_epoch(db: Database, slot_id: str, slot_dir: Path, now_ms: int) -
     """
     on_disk = list_epochs(slot_dir)
     async with db.begin() as c:
+        await audit.lock(c, share=True)  # a close sees this epoch, or we see that close
         row = (await c.execute(select(slots).where(slots.c.id == slot_id).with_for_update())).one_or_none()
         epoch = max([row.epoch if row is not None else 0, *(info.epoch for info in on_disk)]) + 1
         journal_uuid = str(uuid4())

@@ -16,6 +16,7 @@ from ledger import audit
 from ledger.audit import By
 from ledger.entries import Entries, RefusedRecord
 from ledger.errors import Conflict, NotFound
+from ledger.months import late_for_teams
 from ledger.posting_sql import UNBELIEVED, account_infos, write_entries
 from ledger.records import Settle, decode
 from ledger.schema import accounts, epochs, leases, suspense
@@ -59,7 +60,8 @@ async def retry(c: AsyncConnection, by: By, slot_id: str, epoch: int, seq: int) 
     if await _state(c, slot_id, lease_epoch) == "lost":
         raise Conflict(f"epoch {lease_epoch} of slot {slot_id} was declared lost: nothing holds the amount any more")
     infos = await account_infos(c, {charge.account_id for charge in settle.charges})
-    entries = Entries(slot_id, epoch, f"{RETRIED}{slot_id}:{epoch}:{seq}", infos)
+    late = await late_for_teams(c, {(settle.team_id, settle.period)}, {})
+    entries = Entries(slot_id, epoch, f"{RETRIED}{slot_id}:{epoch}:{seq}", infos, late)
     try:
         entries.add(seq, payload, settle)
         await write_entries(c, entries, by.at_ms)
