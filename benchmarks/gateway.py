@@ -1,19 +1,24 @@
 """The gateway with everything on, beside the upstream itself and the barest forward on the same stack, in one run.
 
-python -m benchmarks.gateway [--quick] [--json FILE] [--production] [--one-core]
+python -m benchmarks.gateway [--quick] [--json FILE] [--only plain,open,streams,bodies,quiet,work]
+                             [--production] [--peers] [--one-core]
 
 One gateway worker on one core; load, upstream and poster on the other (`--one-core`: the poster on the gateway's).
-`--production` adds PostgreSQL and Valkey. Every ledger that a run made must pass `verify`, or the run fails.
+`--production` adds PostgreSQL and Valkey, `--peers` LiteLLM and Portkey. Medians of three rounds, in which the subjects
+take turns. Every ledger that a run made must pass `verify`, or the run fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,21 +26,29 @@ from typing import Any
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import peers
 from benchmarks.journal import sync_time_us
-from benchmarks.load import Result, closed_loop, open_loop, request_bytes
+from benchmarks.load import Result, closed_loop, open_loop
 from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, pin_here
+from benchmarks.quiet import quiet_streams
+from benchmarks.report import show
 from benchmarks.subjects import MODEL, Subject, floor, tallygate, upstream
+from benchmarks.upstream import QUIET_MODEL
+from benchmarks.work import work_per_request
 
+GROUPS = ("plain", "open", "streams", "bodies", "quiet", "work")
 CONNECTIONS = (1, 8, 32, 128)
 RATES = (200, 500, 1_000)
+BODIES = (("1 kB body", 1_000), ("100 kB body", 100_000), ("5 MB body", 5_000_000))
+BODY_CONNECTIONS = 2
+QUIET_STREAMS = 1_000
 PROMPT = "Write one sentence about a small red bicycle for our shop page."
 
 
-def body(*, stream: bool = False, size: int = 0) -> bytes:
+def body(*, model: str = MODEL, stream: bool = False, size: int = 0) -> bytes:
     content = PROMPT if not size else "x" * size
-    request: dict[str, Any] = {"model": MODEL, "max_tokens": 256, "messages": [{"role": "user", "content": content}]}
+    request: dict[str, Any] = {"model": model, "max_tokens": 256, "messages": [{"role": "user", "content": content}]}
     if stream:
         request["stream"] = True
     return msgspec.json.encode(request)
@@ -44,29 +57,49 @@ def body(*, stream: bool = False, size: int = 0) -> bytes:
 class Run:
     """One pass over all subjects; `rounds` are interleaved so that a slow minute of the machine hits everyone."""
 
-    def __init__(self, seconds: float, rounds: int) -> None:
+    def __init__(self, groups: Sequence[str], seconds: float, rounds: int, *, quick: bool) -> None:
+        self.groups = groups
         self.seconds = seconds
         self.rounds = rounds
+        self.quick = quick
         self.cells: dict[str, dict[str, list[Result]]] = {}
 
-    def measure(self, subjects: list[Subject], quick: bool) -> None:
+    def measure(self, subjects: list[Subject]) -> None:
+        steps: dict[str, Callable[[Subject], None]] = {
+            "plain": self._plain,
+            "streams": self._streams,
+            "open": self._open,
+            "bodies": self._bodies,
+        }
         for _ in range(self.rounds):
-            for subject in subjects:
-                for connections in CONNECTIONS[::2] if quick else CONNECTIONS:
-                    self._closed(subject, f"{connections} connections", connections, body())
-                self._closed(subject, "8 streams", 8, body(stream=True))
-                for rate in RATES[1:2] if quick else RATES:
-                    result = uvloop.run(open_loop(subject.port, self._request(subject, body()), rate, self.seconds))
-                    self._add(subject, f"open loop {rate}/s", result)
-                for size, label in ((100_000, "100 kB body"), (5_000_000, "5 MB body")):
-                    self._closed(subject, label, 2, body(size=size))
+            for group in self.groups:
+                for subject in subjects if group in steps else ():
+                    steps[group](subject)
+
+    def _plain(self, subject: Subject) -> None:
+        for connections in CONNECTIONS[::2] if self.quick or subject.is_peer else CONNECTIONS:
+            self._closed(subject, f"{connections} connections", connections, body())
+
+    def _streams(self, subject: Subject) -> None:
+        for streams in (1, 8):
+            self._closed(subject, f"{streams} streams", streams, body(stream=True))
+
+    def _open(self, subject: Subject) -> None:
+        if not subject.is_peer:
+            for rate in RATES[1:2] if self.quick else RATES:
+                run = open_loop(subject.port, subject.request(body()), rate, self.seconds)
+                self._add(subject, f"open loop {rate}/s", uvloop.run(run))
+
+    def _bodies(self, subject: Subject) -> None:
+        for label, size in () if subject.is_peer else BODIES[1:] if self.quick else BODIES:
+            before = subject.process.memory_mb()
+            subject.process.forget_peak()
+            self._closed(subject, label, BODY_CONNECTIONS, body(size=size))
+            self.cells[label][subject.name][-1].memory_added_mb = round(subject.process.peak_memory_mb() - before, 1)
 
     def _closed(self, subject: Subject, label: str, connections: int, payload: bytes) -> None:
-        request = self._request(subject, payload)
-        self._add(subject, label, uvloop.run(closed_loop(subject.port, request, connections, self.seconds)))
-
-    def _request(self, subject: Subject, payload: bytes) -> bytes:
-        return request_bytes(subject.port, subject.key, payload)
+        run = closed_loop(subject.port, subject.request(payload), connections, self.seconds)
+        self._add(subject, label, uvloop.run(run))
 
     def _add(self, subject: Subject, label: str, result: Result) -> None:
         self.cells.setdefault(label, {}).setdefault(subject.name, []).append(result)
@@ -79,31 +112,8 @@ def summarise(results: list[Result]) -> dict[str, float]:
     names = [name for name in Result.__struct_fields__ if name != "seconds"]
     row = {name: median(getattr(result, name) for result in results) for name in names}
     rates = [result.per_second for result in results]
-    return row | {"rate_low": min(rates), "rate_high": max(rates)}
-
-
-def show(console: Console, report: dict[str, Any]) -> None:
-    for label, subjects in report["cells"].items():
-        table = Table(title=label, title_justify="left")
-        for column in ("", "req/s", "spread", "p50 ms", "p99 ms", "first byte p50", "chunks/s", "× floor", "errors"):
-            table.add_column(column, justify="left" if not column else "right")
-        base = subjects.get("floor", {}).get("per_second", 0)
-        for name, row in subjects.items():
-            table.add_row(
-                name,
-                f"{row['per_second']:,.0f}",
-                f"{row['rate_low']:,.0f}–{row['rate_high']:,.0f}",
-                f"{row['p50_ms']:.2f}",
-                f"{row['p99_ms']:.2f}",
-                f"{row['first_byte_p50_ms']:.2f}",
-                f"{row['chunks_per_second']:,.0f}" if "stream" in label else "",
-                f"{row['per_second'] / base:.2f}" if base else "",
-                f"{row['errors']:.0f}",
-            )
-        console.print(table)
-    for name, facts in report["facts"].items():
-        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
-    console.print(f"fdatasync of this disk after 4 kB: {report['fdatasync_us']:.0f} us (median)")
+    tails = [result.p99_ms for result in results]
+    return row | {"rate_low": min(rates), "rate_high": max(rates), "p99_low_ms": min(tails), "p99_high_ms": max(tails)}
 
 
 def prove(subject: Subject) -> None:
@@ -113,47 +123,76 @@ def prove(subject: Subject) -> None:
     while (report := subject.commands.json("verify"))["unposted"] and time.monotonic() < deadline:
         time.sleep(0.5)
     subject.facts["verified"] = report["ok"]
-    subject.facts["peak_memory_mb"] = round(subject.process.peak_memory_mb())
     if not report["ok"] or report["unposted"]:
         raise SystemExit(f"{subject.name}: the ledger does not prove: {json.dumps(report)[:2000]}")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     pin_here(LOAD_CORE)
-    seconds, rounds = (1.5, 1) if arguments.quick else (4.0, 3)
-    run = Run(seconds, rounds)
+    seconds, rounds = (1.5, 1) if arguments.quick else (arguments.seconds, arguments.rounds)
+    groups = [name for name in arguments.only.split(",") if name]
+    if unknown := set(groups) - set(GROUPS):
+        raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(GROUPS)}")
+    run = Run(groups, seconds, rounds, quick=arguments.quick)
     poster_core = GATEWAY_CORE if arguments.one_core else LOAD_CORE
+    name = "TallyGate, poster on the same core" if arguments.one_core else "TallyGate"
+    absent: dict[str, str] = {}
+    quiet: dict[str, Any] = {}
+    work: dict[str, Any] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tallygate-bench-")))
         direct = stack.enter_context(upstream(folder))
-        subjects = [direct, stack.enter_context(floor(folder, direct.port))]
-        metered = [stack.enter_context(tallygate(folder / "a", direct.port, name="TallyGate", poster_core=poster_core))]
+        bare = stack.enter_context(floor(folder, direct.port))
+        metered = [stack.enter_context(tallygate(folder / "a", direct.port, name=name, poster_core=poster_core))]
         if arguments.production:
             metered.append(stack.enter_context(_production(stack, folder / "b", direct.port, poster_core)))
-        run.measure(subjects + metered, arguments.quick)
+        others = []
+        for start in (peers.litellm, peers.portkey) if arguments.peers else ():
+            try:
+                others.append(stack.enter_context(start(folder, direct.port)))
+            except (peers.NoPeer, RuntimeError) as error:
+                absent[start.__name__] = str(error)
+        run.measure([direct, bare, *metered, *others])
         for subject in metered:
+            if "quiet" in groups:
+                quiet[subject.name] = _quiet(subject)
+            if "work" in groups:
+                work[subject.name] = _work(subject, folder)
             prove(subject)
-        cells = {label: {name: summarise(r) for name, r in named.items()} for label, named in run.cells.items()}
-        facts = {subject.name: subject.facts for subject in metered}
         return {
-            "cells": cells,
-            "facts": facts,
-            "fdatasync_us": sync_time_us(folder, 4096),
+            "machine": {"cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()},
             "rounds": rounds,
             "seconds": seconds,
+            "fdatasync_us": sync_time_us(folder, 4096),
+            "cells": {label: {who: summarise(r) for who, r in named.items()} for label, named in run.cells.items()},
+            "quiet": quiet,
+            "work": work,
+            "facts": {subject.name: subject.facts for subject in (*metered, *others)},
+            "absent": absent,
         }
 
 
-def _production(stack: ExitStack, folder: Path, upstream_port: int, poster_core: int) -> Any:
+def _quiet(subject: Subject) -> Any:
+    request = subject.request(body(model=QUIET_MODEL, stream=True))
+    return msgspec.to_builtins(uvloop.run(quiet_streams(subject.port, request, QUIET_STREAMS, subject.process)))
+
+
+def _work(subject: Subject, folder: Path) -> dict[str, float]:
+    pid = subject.process.process.pid
+    return work_per_request(pid, subject.port, subject.request(body()), subject.neighbours, folder)
+
+
+def _production(
+    stack: ExitStack, folder: Path, upstream_port: int, poster_core: int
+) -> AbstractContextManager[Subject]:
     from tests.services import Postgres, Valkey, running
 
     postgres, valkey = stack.enter_context(running(Postgres())), stack.enter_context(running(Valkey()))
-    database = postgres.url(postgres.create_database())
     return tallygate(
         folder,
         upstream_port,
         name="with PostgreSQL, Valkey",
-        database=database,
+        database=postgres.url(postgres.create_database()),
         counters=valkey.url,
         poster_core=poster_core,
     )
@@ -163,14 +202,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, fewer cells")
     parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups of cells, with commas")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per cell and round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--production", action="store_true", help="also with PostgreSQL and Valkey")
+    parser.add_argument("--peers", action="store_true", help="also LiteLLM and Portkey")
     parser.add_argument("--one-core", action="store_true", help="the poster shares the gateway's core")
     arguments = parser.parse_args()
     report = run(arguments)
     show(Console(), report)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2))
+        arguments.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

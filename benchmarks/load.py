@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +30,7 @@ class Result(msgspec.Struct, kw_only=True):
     first_byte_p99_ms: float = 0.0
     chunks_per_second: float = 0.0
     received_bytes: int = 0
+    memory_added_mb: float = 0.0
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class Sample:
     chunks: int = 0
     errors: int = 0
     received_bytes: int = 0
+    counted_from_s: float = 0.0
+    """Requests meant to be sent before this are warm-up."""
 
     def result(self, seconds: float) -> Result:
         latencies, first = sorted(self.latencies_s), sorted(self.first_bytes_s)
@@ -123,7 +126,7 @@ class Client(asyncio.Protocol):
         self.busy = False
         if self.failed:
             self.sample.errors += 1
-        else:
+        elif self.intended_s >= self.sample.counted_from_s:
             self.sample.latencies_s.append(now - self.intended_s)
             self.sample.first_bytes_s.append(self.first_s - self.intended_s)
         self.done(self, not self.failed)
@@ -135,11 +138,16 @@ class Client(asyncio.Protocol):
             self.done(self, False)
 
 
-def request_bytes(port: int, key: str, body: bytes, path: str = "/v1/chat/completions") -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nauthorization: Bearer {key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    ).encode() + body
+def request_bytes(port: int, key: str, body: bytes, headers: Sequence[str] = ()) -> bytes:
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        f"host: 127.0.0.1:{port}",
+        f"authorization: Bearer {key}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        *headers,
+    )
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
 
 
 async def connect(make: Callable[[], Client], port: int) -> Client:
@@ -180,8 +188,11 @@ async def closed_loop(port: int, request: bytes, connections: int, seconds: floa
     return result
 
 
-async def open_loop(port: int, request: bytes, per_second: float, seconds: float, max_connections: int = 256) -> Result:
-    """Requests leave on a fixed timetable; one that finds no free connection waits, and its waiting is counted."""
+async def open_loop(
+    port: int, request: bytes, per_second: float, seconds: float, warmup_s: float = 0.5, max_connections: int = 256
+) -> Result:
+    """Requests leave on a fixed timetable over connections that take turns; one that finds none free waits, and its
+    waiting is counted. What opening the connections costs the server is over before the first counted request."""
     sample = Sample()
     waiting: deque[float] = deque()
     idle: deque[Client] = deque()
@@ -200,8 +211,10 @@ async def open_loop(port: int, request: bytes, per_second: float, seconds: float
     for _ in range(max_connections):
         idle.append(await connect(lambda: Client(request, done, sample), port))
     clients = list(idle)
+    await asyncio.sleep(0.25)
     started = time.perf_counter() + 0.05
-    for number in range(int(per_second * seconds)):
+    sample.counted_from_s = started + warmup_s
+    for number in range(int(per_second * (warmup_s + seconds))):
         due = started + number / per_second
         delay = due - time.perf_counter()
         if delay > 0:
@@ -216,7 +229,7 @@ async def open_loop(port: int, request: bytes, per_second: float, seconds: float
     sending = False
     if outstanding:
         await asyncio.wait_for(finished.wait(), 60)
-    result = sample.result(time.perf_counter() - started)
+    result = sample.result(time.perf_counter() - sample.counted_from_s)
     for client in clients:
         client.transport.close()
     return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,23 +29,43 @@ def free_port() -> int:
 
 
 class Process:
-    """A Python process on one core, stopped when the block ends. `ready` is the port that it answers on."""
+    """A process on one core, stopped when the block ends: ours in Python, or another `program`.
 
-    def __init__(self, arguments: Sequence[str], core: int, log: Path, ready: int | None = None) -> None:
-        self.arguments = [sys.executable, *arguments]
+    ready: the port that it answers on. environment: what is added to ours.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        core: int,
+        log: Path,
+        ready: int | None = None,
+        *,
+        program: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        ready_within_s: float = 60.0,
+    ) -> None:
+        self.arguments = [program, *arguments]
         self.core = core
         self.log = log
         self.ready = ready
         self.ready_s = 0.0
+        self._environment = {**os.environ, **(environment or {})}
+        self._ready_within_s = ready_within_s
 
     def __enter__(self) -> Self:
         started = time.perf_counter()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.arguments, stdout=log, stderr=log, preexec_fn=lambda: pin_here(self.core)
+                self.arguments,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                preexec_fn=lambda: pin_here(self.core),
             )
         while self.ready is not None and not answers(self.ready):
-            if self.process.poll() is not None or time.perf_counter() - started > 60:
+            if self.process.poll() is not None or time.perf_counter() - started > self._ready_within_s:
+                self.process.kill()
                 raise RuntimeError(f"{' '.join(self.arguments)} did not start:\n{self.log.read_text()[-2000:]}")
             time.sleep(0.01)
         self.ready_s = time.perf_counter() - started
@@ -63,7 +84,13 @@ class Process:
         return self._status("VmRSS:")
 
     def peak_memory_mb(self) -> float:
+        """The most it had since `forget_peak`."""
         return self._status("VmHWM:")
+
+    def forget_peak(self) -> None:
+        """Let the peak begin anew, where the system can."""
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def cpu_s(self) -> float:
         """User and system seconds so far."""

@@ -11,10 +11,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
+from benchmarks.load import request_bytes
 from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, Process, free_port
+from benchmarks.upstream import QUIET_MODEL
 from proxy.preflight import check_directories
 from proxy.seeding import prepare
 from proxy.settings import load_settings
@@ -33,6 +36,14 @@ class Subject:
     process: Process
     facts: dict[str, Any] = field(default_factory=dict)
     commands: Commands | None = None
+    headers: tuple[str, ...] = ()
+    """Sent with each request, beside the usual ones."""
+    neighbours: dict[str, int] = field(default_factory=dict)
+    """TCP ports of what it talks to."""
+    is_peer: bool = False
+
+    def request(self, body: bytes) -> bytes:
+        return request_bytes(self.port, self.key, body, self.headers)
 
 
 class Commands:
@@ -92,7 +103,12 @@ def tallygate(
         worker = stack.enter_context(Process(gateway, GATEWAY_CORE, folder / "gateway.log", port))
         facts: dict[str, Any] = {"ready_s": round(worker.ready_s, 2), "memory_mb": round(worker.memory_mb())}
         stack.enter_context(Process(poster, poster_core, folder / "poster.log"))
-        yield Subject(name, port, key, worker, facts, commands)
+        neighbours = {"upstream": upstream_port}
+        if database is not None:
+            neighbours |= {"SQL": urlsplit(database).port or 5432}
+        if counters != "memory":
+            neighbours |= {"counters": urlsplit(counters).port or 6379}
+        yield Subject(name, port, key, worker, facts, commands, neighbours=neighbours)
 
 
 def _configuration(upstream_port: int, database: str | None, counters: str) -> dict[str, Any]:
@@ -101,7 +117,7 @@ def _configuration(upstream_port: int, database: str | None, counters: str) -> d
         "storage": storage,
         "admin_token": "benchmark-admin-token-0123456789",
         "upstreams": {"provider": {"base_url": f"http://127.0.0.1:{upstream_port}/v1", "max_concurrency": 2_000}},
-        "models": {MODEL: {"deployments": [{"to": "provider"}], "price": PRICE}},
+        "models": {name: {"deployments": [{"to": "provider"}], "price": PRICE} for name in (MODEL, QUIET_MODEL)},
     }
 
 

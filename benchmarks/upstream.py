@@ -1,6 +1,8 @@
 """An upstream that is never the bottleneck: a raw asyncio protocol that answers chat completions from prepared bytes.
 
-python -m benchmarks.upstream --port 9001 [--delay-ms 0]
+A stream for the model `quiet` is a slow one: a token, a long gap, a token, the same gap, the end.
+
+python -m benchmarks.upstream --port 9001 [--quiet-gap-s 22]
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import cast
 import uvloop
 
 CHUNKS = 100
+QUIET_MODEL = "quiet"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: "
 _USAGE = b'"usage":{"prompt_tokens":12,"completion_tokens":%d,"total_tokens":%d}'
 
@@ -54,9 +57,8 @@ PLAIN = _plain_answer()
 class Provider(asyncio.Protocol):
     """Reads a request by its content-length, looks for `"stream":true`, writes the prepared answer."""
 
-    def __init__(self, delay_s: float, chunk_gap_s: float) -> None:
-        self.delay_s = delay_s
-        self.chunk_gap_s = chunk_gap_s
+    def __init__(self, quiet_gap_s: float) -> None:
+        self.quiet_gap_s = quiet_gap_s
         self.buffer = bytearray()
         self.need = 0
 
@@ -80,36 +82,26 @@ class Provider(asyncio.Protocol):
             del self.buffer[: self.need]
             self.need = 0
             streamed = b'"stream":true' in request or b'"stream": true' in request
-            if self.delay_s:
-                asyncio.get_running_loop().call_later(self.delay_s, self.answer, streamed)
+            if not streamed:
+                self.transport.write(PLAIN)
+            elif b'"model":"quiet"' in request:
+                self.transport.write(STREAM_HEAD + TOKEN)
+                asyncio.get_running_loop().call_later(self.quiet_gap_s, self.go_on, TOKEN)
+                asyncio.get_running_loop().call_later(2 * self.quiet_gap_s, self.go_on, STREAM_TAIL)
             else:
-                self.answer(streamed)
+                self.transport.write(STREAM_HEAD + TOKEN)
+                for _ in range(CHUNKS - 1):
+                    self.transport.write(TOKEN)
+                self.transport.write(STREAM_TAIL)
 
-    def answer(self, streamed: bool) -> None:
-        if not streamed:
-            self.transport.write(PLAIN)
-        elif not self.chunk_gap_s:
-            self.transport.write(STREAM_HEAD + TOKEN)
-            for _ in range(CHUNKS - 1):
-                self.transport.write(TOKEN)
-            self.transport.write(STREAM_TAIL)
-        else:
-            self.transport.write(STREAM_HEAD)
-            self.emit(CHUNKS)
-
-    def emit(self, left: int) -> None:
-        if self.transport.is_closing():
-            return
-        if left:
-            self.transport.write(TOKEN)
-            asyncio.get_running_loop().call_later(self.chunk_gap_s, self.emit, left - 1)
-        else:
-            self.transport.write(STREAM_TAIL)
+    def go_on(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(data)
 
 
-async def serve(port: int, delay_s: float, chunk_gap_s: float) -> None:
+async def serve(port: int, quiet_gap_s: float) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Provider(delay_s, chunk_gap_s), "127.0.0.1", port, backlog=2048)
+    server = await loop.create_server(lambda: Provider(quiet_gap_s), "127.0.0.1", port, backlog=2048)
     print(f"upstream ready on {server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
@@ -117,10 +109,9 @@ async def serve(port: int, delay_s: float, chunk_gap_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=9001)
-    parser.add_argument("--delay-ms", type=float, default=0)
-    parser.add_argument("--chunk-gap-ms", type=float, default=0)
+    parser.add_argument("--quiet-gap-s", type=float, default=22.0)
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.delay_ms / 1000, arguments.chunk_gap_ms / 1000))
+    uvloop.run(serve(arguments.port, arguments.quiet_gap_s))
 
 
 if __name__ == "__main__":
