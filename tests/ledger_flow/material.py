@@ -16,6 +16,8 @@ from ledger.database import Database
 from ledger.gate import Ask, Gate, Hold, Outcome, Spender, Tokens
 from ledger.keys import KeyHasher, create_key
 from ledger.money import Currency, FxRate
+from ledger.months import Month, close_month
+from ledger.periods import period_bounds
 from ledger.posting import Poster
 from ledger.publishing import Quote, seed
 from ledger.quotas import Limit, Scope, replace_quotas
@@ -95,6 +97,19 @@ class House:
         poster = self.poster()
         await poster.drain()
         poster.close()
+
+    async def close_month(self, period: str, zone: str = "Asia/Shanghai", at_ms: int | None = None) -> Month:
+        """As `tallygate month close` beside running gates and a poster. `at_ms`: after the month by default."""
+        by = By("finance", at_ms or max(now_ms(), period_bounds(period, zone)[1]))
+        month = await self.try_to_close(period, zone, by)
+        for gate in self.gates:
+            await gate.refresh()
+        await self.post()
+        return month if month.state == "closed" else await self.try_to_close(period, zone, by)
+
+    async def try_to_close(self, period: str, zone: str, by: By, **options: Any) -> Month:
+        async with self.db.begin() as c:
+            return await close_month(c, by, period, zone, **options)
 
     def ask(self, *, prompt: int = 100, output: int = 200, streamed: bool = False, **options: Any) -> Ask:
         at_ms = options.pop("at_ms", None) or now_ms()

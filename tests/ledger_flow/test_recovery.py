@@ -401,7 +401,9 @@ async def test_the_proof_names_what_was_changed_by_hand_and_no_act_says_so(house
         assert await expire_grants(c, By("test", by.at_ms + 2_000)) == 1
         change = TeamChange(credit_limit_pico=USD)
         await update_team(c, by, house.team_id, change)
-        month = period_of(by.at_ms, "Asia/Shanghai")
+    month = period_of(by.at_ms, "Asia/Shanghai")
+    assert (await house.close_month(month)).state == "closed"
+    async with house.db.begin() as c:
         await finalize(c, house.team_id, month, By("test", period_bounds(month, "Asia/Shanghai")[1]))
     await proven(house)
     assert gift
@@ -415,6 +417,7 @@ async def test_the_proof_names_what_was_changed_by_hand_and_no_act_says_so(house
         "UPDATE accounts SET target_pico = target_pico - 1 WHERE kind = 'prepaid'",
         "UPDATE accounts SET target_pico = 0 WHERE kind = 'credit_line'",
         "UPDATE quotas SET limit_value = limit_value * 2",
+        "UPDATE periods SET state = 'open'",
         "DELETE FROM quotas",
         "UPDATE transfers SET amount_pico = amount_pico - 1 WHERE kind = 'grant'",
         "DELETE FROM transfers WHERE kind = 'refund'",
