@@ -10,6 +10,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := build/clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
@@ -66,7 +67,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	@$(INSTALL) --editable '.[backend,test,dev]'
 	@touch $@
 
-test: $(VENV)/.installed-test
+# The clients that the tests run as programs: in an environment of their own, because they ask for much, and for other
+# versions than we do. Node and npm come from a wheel.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package-lock.json | $(VENV)/bin/python
+	@echo "installing the clients that the tests run: openai for Node, langchain-openai, litellm" >&2
+	@rm -rf $(CLIENTS) && $(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet -r tests/clients/requirements.txt
+	@cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
+	@cd $(CLIENTS) && PATH="$$PWD/bin:$$PATH" npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test: $(VENV)/.installed-test $(CLIENTS)/.installed
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.installed-dev

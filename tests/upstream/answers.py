@@ -12,6 +12,8 @@ from tests.upstream.faults import Fault, Usage
 DEFAULT_TOKENS = 16
 CALL = ('{"city":', ' "Berlin"', "}")
 """The arguments of a call, token by token."""
+OBJECT = CALL
+"""An answer that follows a schema."""
 CREATED = 1_767_225_600
 WORDS = ("the ", "bill ", "is ", "what ", "was ", "used, ", "not ", "a ", "token ", "more ", "or ", "less. ")
 MULTIBYTE = ("账单 ", "正确 ", "😀 ", "é ", "한국 ", "ß", "\u2028", "👩‍👩‍👧 ")
@@ -58,11 +60,11 @@ def _words(content: Any) -> int:
 
 def answer(body: dict[str, Any], fault: Fault, number: int) -> Answer:
     """The answer to the number-th request. `max_tokens` below the intended length cuts it: finish_reason `length`."""
-    default = 0 if fault.calls else DEFAULT_TOKENS
+    default = 0 if fault.calls else len(OBJECT) if fault.json else DEFAULT_TOKENS
     wanted = fault.tokens if fault.tokens is not None else default
     cap = body.get("max_completion_tokens", body.get("max_tokens", body.get("max_output_tokens")))
     count = min(wanted, cap) if isinstance(cap, int) and cap >= 0 else wanted
-    words = MULTIBYTE if fault.multibyte else WORDS
+    words = OBJECT if fault.json else MULTIBYTE if fault.multibyte else WORDS
     finish = "length" if count < wanted and fault.finish_reason else fault.finish_reason
     return Answer(
         id=f"chatcmpl-{number:08d}",

@@ -78,6 +78,8 @@ class Fault:
     length_error: int = 0
     """Added to Content-Length (framing becomes `length`): positive is a short body."""
     multibyte: bool = False
+    json: bool = False
+    """The content is a JSON object."""
     calls: int = 0
     """How many calls of the first tool the answer makes; it then says nothing else, unless `tokens` wants it to."""
     reasoning: int = 0
@@ -194,6 +196,7 @@ FAULTS: dict[str, Fault] = {
     # -- what an answer holds
     "calls": Fault(calls=1),
     "two-calls": Fault(calls=2, tokens=3),
+    "json": Fault(json=True),
     "thinks": Fault(reasoning=5, usage="cached"),
     "cached": Fault(usage="cached"),
     "empty-deltas": Fault(empty_deltas=True),
