@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger.errors import Invalid, NotFound
 from ledger.money import MAX_SQL_PICO, Currency, format_amount
 from ledger.paging import Page, page
-from ledger.schema import accounts
+from ledger.schema import accounts, teams
 
 AccountKind = Literal["prepaid", "grant", "credit_line", "budget"]
 FUNDING: tuple[AccountKind, ...] = ("grant", "prepaid", "credit_line")
@@ -62,6 +62,7 @@ class Balance(msgspec.Struct, frozen=True):
     """The same of grants that have not expired."""
     credit_limit_pico: int
     credit_used_pico: int
+    """Drawn and not paid. Negative: invoices asked for cents of which fractions were not drawn yet."""
     held_pico: int
     """The part of `available_pico` that lies in the workers: holds of running requests, charges on their way into SQL,
     and slices that idle there until another worker or a refund wants them."""
@@ -128,13 +129,14 @@ async def balance(c: AsyncConnection, team_id: str, now_ms: int) -> Balance:
         raise NotFound(f"no team {team_id!r}")
     credit_line = next(account for account in found if account.kind == "credit_line")
     grants = [account for account in found if account.kind == "grant"]
+    limit = int((await c.execute(select(teams.c.credit_limit_pico).where(teams.c.id == team_id))).scalar_one())
     return Balance(
         team_id=team_id,
         currency=prepaid.currency,
         prepaid_pico=prepaid.credits_pico - prepaid.debits_pico,
         granted_pico=sum(grant.credits_pico - grant.debits_pico for grant in grants),
-        credit_limit_pico=credit_line.target_pico,
-        credit_used_pico=credit_line.debits_pico,
+        credit_limit_pico=limit,
+        credit_used_pico=credit_line.debits_pico - (credit_line.target_pico - limit),
         held_pico=sum(account.leased_pico for account in found),
         available_pico=sum(account.unspent_pico for account in found),
     )
@@ -160,19 +162,25 @@ async def credit(c: AsyncConnection, account_id: str, amount_pico: int) -> None:
     await c.execute(update(accounts).where(accounts.c.id == account_id).values(added))
 
 
-async def set_target(c: AsyncConnection, where: Any, target_pico: int) -> int:
+async def set_target(c: AsyncConnection, where: Any, target_pico: Any) -> int:
     """New limit for the accounts that `where` selects; returns how many. One statement: right beside running leases."""
     used = accounts.c.debits_pico + accounts.c.leased_pico
     values = {"target_pico": target_pico, "credits_pico": case((used > target_pico, used), else_=target_pico)}
     return (await c.execute(update(accounts).where(where).values(values))).rowcount
 
 
-async def set_credit_limit(c: AsyncConnection, team_id: str, limit_pico: int, currency: Currency) -> None:
-    """Raises Invalid for a negative limit or one that does not fit. The caller audits it."""
+async def change_credit_limit(
+    c: AsyncConnection, team_id: str, before_pico: int, limit_pico: int, currency: Currency
+) -> None:
+    """Raises Invalid for a negative limit or one that does not fit. The caller audits it.
+
+    The account's target is the limit and all that paid invoices and credit notes have ever refilled.
+    """
     if limit_pico < 0:
         raise Invalid("a credit limit cannot be negative", "credit_limit")
     check_fits(c, limit_pico, currency)
-    await set_target(c, accounts.c.id == credit_line_id(team_id), limit_pico)
+    target = accounts.c.target_pico + (limit_pico - before_pico)
+    await set_target(c, accounts.c.id == credit_line_id(team_id), target)
 
 
 def check_fits(c: AsyncConnection, amount_pico: int, currency: str) -> None:

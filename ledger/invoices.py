@@ -14,14 +14,18 @@ from sqlalchemy import ColumnElement, Row, and_, func, insert, literal, or_, sel
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
+from ledger.accounts import credit, credit_line_id
 from ledger.audit import By
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.ids import new_id
 from ledger.month_figures import draft_statement
+from ledger.months import is_closed
 from ledger.paging import Page, page
 from ledger.periods import zone
 from ledger.schema import counters, invoices, rollups
 from ledger.statements import Statement
+from ledger.teams import get_team
+from ledger.topups import book
 
 
 class Invoice(msgspec.Struct, frozen=True):
@@ -44,6 +48,8 @@ class Invoice(msgspec.Struct, frozen=True):
     refers_to: str | None
     created_ms: int
     finalized_ms: int | None
+    due_pico: int = 0
+    """What is left to be paid of it; of a credit note, what it takes off that."""
 
 
 _INVOICE_COLUMNS = [invoices.c[name] for name in Invoice.__struct_fields__]
@@ -61,8 +67,8 @@ async def statement_of(c: AsyncConnection, team_id: str, period: str) -> Stateme
 async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Invoice:
     """Freeze the month: number, hash, immutable bytes. The same month again gives the same invoice.
 
-    Raises Invalid while the month is not over, Conflict while an earlier month with usage is not finalized, or when a
-    later one was finalized without this one.
+    Raises Invalid while the month is not over; Conflict while it is not closed, while an earlier month with usage is
+    not finalized, or when a later one was finalized without this one.
     """
     await audit.lock(c)
     existing = (await c.execute(select(*_INVOICE_COLUMNS).where(live_invoice(team_id, period)))).one_or_none()
@@ -71,9 +77,14 @@ async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Inv
     statement = await draft_statement(c, team_id, period)
     if by.at_ms < statement.period_end_ms:
         raise Invalid(f"{period} is not over in {statement.timezone}: finalize it after the month has ended", "month")
+    if not await is_closed(c, period, statement.timezone):
+        raise Conflict(
+            f"{period} is not closed in {statement.timezone}: more may still come; run `tallygate month close --month "
+            f"{period}` first"
+        )
     await _require_earlier_finalized(c, team_id, period)
     await _require_carry_goes_on(c, team_id, period, statement.carry_out_pico)
-    number = await _next_number(c, by.at_ms, statement.timezone)
+    number = await next_number(c, "invoice", by.at_ms, statement.timezone)
     statement = msgspec.structs.replace(statement, state="finalized", number=number, issued_ms=by.at_ms)
     document = msgspec.json.encode(statement)
     invoice = Invoice(
@@ -94,27 +105,65 @@ async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Inv
         refers_to=None,
         created_ms=by.at_ms,
         finalized_ms=by.at_ms,
+        due_pico=statement.due_pico,
     )
-    values = msgspec.structs.asdict(invoice)
-    await c.execute(insert(invoices).values(**values, exact_pico=statement.exact_pico, document=document))
+    await store(c, invoice, statement.exact_pico, document)
     await audit.record(c, by, "invoice.finalize", "invoice", invoice.id, team_id=team_id, after=invoice)
     return invoice
 
 
+async def store(c: AsyncConnection, invoice: Invoice, exact_pico: int, document: bytes) -> None:
+    values = msgspec.structs.asdict(invoice)
+    await c.execute(insert(invoices).values(**values, exact_pico=exact_pico, document=document))
+
+
 async def mark(c: AsyncConnection, invoice_id: str, state: str, by: By) -> Invoice:
-    """finalized → paid | void. Raises Conflict for any other step; the same step again changes nothing."""
+    """finalized → paid | void. Raises Conflict for any other step; the same step again changes nothing.
+
+    Paid: what was due goes back to the credit line, less what credit notes took off. Void: what it asked for is asked
+    for by the next invoice of that month, or a later one.
+    """
     await audit.lock(c)
     before = await get(c, invoice_id)
     if before.state == state:
         return before
-    if before.state != "finalized" or state not in ("paid", "void"):
-        raise Conflict(f"invoice {before.number} is {before.state}: only a finalized invoice becomes paid or void")
+    if before.kind != "invoice" or before.state != "finalized" or state not in ("paid", "void"):
+        what = before.state if before.kind == "invoice" else "a credit note"
+        raise Conflict(f"invoice {before.number} is {what}: only a finalized invoice becomes paid or void")
+    if state == "void" and (note := await first_credit_note(c, invoice_id)) is not None:
+        raise Conflict(f"invoice {before.number} has the credit note {note}: it cannot be void any more")
+    if state == "paid":
+        await refill_credit(c, by, before)
     await c.execute(update(invoices).where(invoices.c.id == invoice_id).values(state=state, settled_ms=by.at_ms))
     after = msgspec.structs.replace(before, state=state)
     await audit.record(
         c, by, f"invoice.{state}", "invoice", invoice_id, team_id=before.team_id, before=before, after=after
     )
     return after
+
+
+async def refill_credit(c: AsyncConnection, by: By, invoice: Invoice) -> None:
+    """Books the payment of what is due."""
+    taken_off = select(func.coalesce(func.sum(invoices.c.due_pico), 0)).where(
+        invoices.c.kind == "credit_note", invoices.c.refers_to == invoice.id
+    )
+    amount = invoice.due_pico - int((await c.execute(taken_off)).scalar_one())
+    if amount > 0:
+        team, account_id = await get_team(c, invoice.team_id), credit_line_id(invoice.team_id)
+        await credit(c, account_id, amount)
+        booking = ("payment", payment_id(invoice.id), "clearing:manual", account_id)
+        await book(c, by, team, *booking, amount, invoice.number)
+
+
+def payment_id(invoice_id: str) -> str:
+    """The transfer that pays an invoice."""
+    return f"payment:{invoice_id}"
+
+
+async def first_credit_note(c: AsyncConnection, invoice_id: str) -> str | None:
+    query = select(invoices.c.number).where(invoices.c.kind == "credit_note", invoices.c.refers_to == invoice_id)
+    number: str | None = (await c.execute(query.order_by(invoices.c.number).limit(1))).scalar_one_or_none()
+    return number
 
 
 async def get(c: AsyncConnection, invoice_id: str) -> Invoice:
@@ -145,13 +194,12 @@ async def list_invoices(
 
 
 async def _require_earlier_finalized(c: AsyncConnection, team_id: str, period: str) -> None:
+    billed_in = func.coalesce(func.nullif(rollups.c.billed_in, ""), rollups.c.period)
     finalized = select(literal(1)).where(
-        invoices.c.team_id == team_id, invoices.c.kind == "invoice", invoices.c.period == rollups.c.period
+        invoices.c.team_id == team_id, invoices.c.kind == "invoice", invoices.c.period == billed_in
     )
     query = (
-        select(func.min(rollups.c.period))
-        .where(rollups.c.team_id == team_id, rollups.c.period < period)
-        .where(~finalized.exists())
+        select(func.min(billed_in)).where(rollups.c.team_id == team_id, billed_in < period).where(~finalized.exists())
     )
     earliest = (await c.execute(query)).scalar_one_or_none()
     if earliest is not None:
@@ -172,16 +220,16 @@ async def _require_carry_goes_on(c: AsyncConnection, team_id: str, period: str, 
         raise Conflict(f"invoice {row.number} of a later month was made without this one: void it first")
 
 
-async def _next_number(c: AsyncConnection, at_ms: int, timezone: str) -> str:
-    """Gapless: the counter row is raised in the transaction that stores the invoice."""
+async def next_number(c: AsyncConnection, kind: str, at_ms: int, timezone: str) -> str:
+    """Gapless: the counter row is raised in the transaction that stores the invoice or credit note."""
     year = datetime.fromtimestamp(at_ms / 1000, zone(timezone)).year
-    name = f"invoice:{year}"
+    name = f"{kind}:{year}"
     raised = update(counters).where(counters.c.name == name).values(value=counters.c.value + 1)
     value = (await c.execute(raised.returning(counters.c.value))).scalar_one_or_none()
     if value is None:
         value = 1
         await c.execute(insert(counters).values(name=name, value=value))
-    return f"TG-{year}-{value:06d}"
+    return f"{'TG' if kind == 'invoice' else 'TGC'}-{year}-{value:06d}"
 
 
 def live_invoice(team_id: str, period: str) -> ColumnElement[bool]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.billing import tokens_by_meter
 from ledger.errors import NotFound
 from ledger.merkle import MerkleTree
 from ledger.money import Currency
+from ledger.movements import moved_before, moved_where, movements, not_invoiced, paid_by
 from ledger.periods import period_bounds
 from ledger.prices import DEFAULT_SCOPE, METERS
 from ledger.records import Usage
@@ -36,6 +37,7 @@ async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Stat
     start_ms, end_ms = period_bounds(period, team["timezone"])
     currency: Currency = team["billing_currency"]
     lines, tokens = await _usage_lines(c, team_id, period, currency)
+    paid = await paid_by(c, team_id, period)
     return build_statement(
         period=period,
         timezone=team["timezone"],
@@ -56,7 +58,22 @@ async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Stat
         opening_pico=await _opening(c, team_id, currency, period, start_ms),
         carry_in_pico=await _carry_in(c, team_id, period),
         merkle_root=await merkle_root(c, team_id, period),
+        movements=await movements(c, team_id, currency, start_ms, end_ms),
+        promo_pico=paid.get("grant", 0),
+        on_credit_pico=paid.get("credit_line", 0),
+        not_invoiced_pico=await not_invoiced(c, team_id, period),
     )
+
+
+def usage_billed_in(period: str) -> ColumnElement[bool]:
+    """The condition for the requests that a month bills: its own that came in time, and late ones of closed months."""
+    u = usage.c
+    return or_(and_(u.period == period, u.billed_in.is_(None)), u.billed_in == period)
+
+
+def rollup_billed_in(period: str) -> ColumnElement[bool]:
+    r = rollups.c
+    return or_(and_(r.period == period, r.billed_in == ""), r.billed_in == period)
 
 
 async def merkle_root(c: AsyncConnection, team_id: str, period: str) -> str:
@@ -70,29 +87,31 @@ async def merkle_root(c: AsyncConnection, team_id: str, period: str) -> str:
 async def _usage_lines(
     c: AsyncConnection, team_id: str, period: str, currency: Currency
 ) -> tuple[list[Line], TokenTotals]:
-    keys = (rollups.c.model, rollups.c.price_version)
+    keys = (rollups.c.period, rollups.c.model, rollups.c.price_version)
     summed = [func.sum(rollups.c[name]).label(name) for name in ("requests", *_TOKEN_COLUMNS)]
     amounts = [part for name in _AMOUNTS for part in exact_sum(rollups.c[name])]
     query: Select[Any] = (
         select(*keys, *summed, *amounts)
-        .where(rollups.c.team_id == team_id, rollups.c.period == period)
+        .where(rollups.c.team_id == team_id, rollup_billed_in(period))
         .group_by(*keys)
-        .order_by(*keys)
+        .order_by(rollups.c.period != period, *keys)
     )
     lines: list[Line] = []
     totals = dict.fromkeys(("requests", *_TOKEN_COLUMNS), 0)
     for row in (await c.execute(query)).mappings().all():
-        model, version = row["model"], row["price_version"]
+        model, version, used_in = row["model"], row["price_version"], row["period"]
+        late_of = "" if used_in == period else used_in
         sums = {name: int(row[name]) for name in totals} | {name: read_sum(row, name) for name in _AMOUNTS}
         for name in totals:
             totals[name] += sums[name]
         known = await _prices(c, version, model, team_id)
         prices = _price_of(sums, known, currency)
         if prices is not None:
-            lines += _model_lines(model, version, sums, prices)
+            lines += _model_lines(model, version, late_of, sums, prices)
         else:  # the team changed its plan while the version was in force: some requests had one price, some another
-            for index, part in (await _by_price(c, team_id, period, model, version, currency, known)).items():
-                lines += _model_lines(model, version, part, known[index])
+            where = (usage.c.team_id == team_id, usage.c.period == used_in, usage_billed_in(period))
+            for index, part in (await _by_price(c, where, model, version, currency, known)).items():
+                lines += _model_lines(model, version, late_of, part, known[index])
     return lines, TokenTotals(**totals)
 
 
@@ -119,8 +138,7 @@ def _price_of(sums: Mapping[str, int], known: Sequence[UnitPrices], currency: Cu
 
 async def _by_price(
     c: AsyncConnection,
-    team_id: str,
-    period: str,
+    where: Sequence[ColumnElement[bool]],
     model: str,
     version: str,
     currency: Currency,
@@ -131,7 +149,7 @@ async def _by_price(
     u = usage.c
     query = (
         select(*(u[name] for name in names))
-        .where(u.team_id == team_id, u.period == period, u.model == model, u.price_version == version)
+        .where(*where, u.model == model, u.price_version == version)
         .execution_options(yield_per=5_000)
     )
     parts: dict[int, dict[str, int]] = {}
@@ -146,7 +164,9 @@ async def _by_price(
     return dict(sorted(parts.items()))
 
 
-def _model_lines(model: str, version: str, sums: Mapping[str, int], unit_prices: UnitPrices) -> list[Line]:
+def _model_lines(
+    model: str, version: str, late_of: str, sums: Mapping[str, int], unit_prices: UnitPrices
+) -> list[Line]:
     """One line a meter at its unit price, and one negative line for what was used and waived."""
     lines = []
     for meter, tokens in _metered(sums).items():
@@ -156,6 +176,7 @@ def _model_lines(model: str, version: str, sums: Mapping[str, int], unit_prices:
         lines.append(
             Line(
                 kind="usage",
+                late_of=late_of,
                 model=model,
                 meter=meter,
                 price_version=version,
@@ -173,6 +194,7 @@ def _model_lines(model: str, version: str, sums: Mapping[str, int], unit_prices:
         lines.append(
             Line(
                 kind="waived",
+                late_of=late_of,
                 model=model,
                 price_version=version,
                 tokens=waived_tokens,
@@ -204,7 +226,7 @@ async def _topup_lines(
     """What was paid in, and as negative lines what was paid back."""
     t, r = topups.c, transfers.c
     paid = select(t.at_ms, t.amount_pico, t.provider, t.reference).where(t.team_id == team_id, t.currency == currency)
-    back = select(r.at_ms, r.amount_pico, r.reference).where(*_refunds(team_id, currency))
+    back = select(r.at_ms, r.amount_pico, r.reference).where(*moved_where(team_id, currency, ("refund",)))
     lines = [
         TopupLine(at_ms=row.at_ms, amount_pico=row.amount_pico, provider=row.provider, reference=row.reference)
         for row in await c.execute(paid.where(t.at_ms >= start_ms, t.at_ms < end_ms).order_by(t.at_ms, t.id))
@@ -214,11 +236,6 @@ async def _topup_lines(
         for row in await c.execute(back.where(r.at_ms >= start_ms, r.at_ms < end_ms).order_by(r.at_ms, r.id))
     ]
     return sorted(lines, key=lambda line: line.at_ms)
-
-
-def _refunds(team_id: str, currency: Currency) -> tuple[ColumnElement[bool], ...]:
-    t = transfers.c
-    return t.team_id == team_id, t.kind == "refund", t.currency == currency
 
 
 async def _fx_lines(c: AsyncConnection, version_ids: set[str]) -> list[FxLine]:
@@ -242,20 +259,18 @@ async def _fx_lines(c: AsyncConnection, version_ids: set[str]) -> list[FxLine]:
 
 
 async def _opening(c: AsyncConnection, team_id: str, currency: Currency, period: str, start_ms: int) -> int:
-    """Top-ups less refunds before the month, less what earlier months consumed: negative when a post-paid team owes."""
+    """What came in and went out before the month, less what earlier months consumed: negative when a post-paid team
+    owes."""
     paid_in = select(*exact_sum(topups.c.amount_pico)).where(
         topups.c.team_id == team_id, topups.c.currency == currency, topups.c.at_ms < start_ms
     )
-    paid_back = select(*exact_sum(transfers.c.amount_pico)).where(
-        *_refunds(team_id, currency), transfers.c.at_ms < start_ms
-    )
     cost = rollups.c.cost_usd_pico if currency == "USD" else rollups.c.cost_cny_pico
-    consumed = select(*exact_sum(cost)).where(rollups.c.team_id == team_id, rollups.c.period < period)
+    billed_in = func.coalesce(func.nullif(rollups.c.billed_in, ""), rollups.c.period)
+    consumed = select(*exact_sum(cost)).where(rollups.c.team_id == team_id, billed_in < period)
     credited = (await c.execute(paid_in)).mappings().one()
     debited = (await c.execute(consumed)).mappings().one()
-    refunded = (await c.execute(paid_back)).mappings().one()
-    paid = read_sum(credited, "amount_pico") - read_sum(refunded, "amount_pico")
-    return paid - read_sum(debited, cost.name)
+    moved = await moved_before(c, team_id, currency, start_ms)
+    return read_sum(credited, "amount_pico") + moved - read_sum(debited, cost.name)
 
 
 async def _carry_in(c: AsyncConnection, team_id: str, period: str) -> int:
@@ -270,10 +285,10 @@ async def _carry_in(c: AsyncConnection, team_id: str, period: str) -> int:
 
 
 async def records_of(c: AsyncConnection, team_id: str, period: str) -> AsyncIterator[bytes]:
-    """The month's SETTLE records as they were journalled, by request_id: the leaves of the Merkle tree."""
+    """The SETTLE records that the month bills, as journalled, by request_id: the leaves of the Merkle tree."""
     query = (
         select(usage.c.record)
-        .where(usage.c.team_id == team_id, usage.c.period == period)
+        .where(usage.c.team_id == team_id, usage_billed_in(period))
         .order_by(usage.c.request_id)
         .execution_options(yield_per=5_000)
     )

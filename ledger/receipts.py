@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import Conflict, NotFound
@@ -30,7 +30,8 @@ class Receipt(msgspec.Struct, frozen=True):
 
 async def receipt_of(c: AsyncConnection, request_id: str) -> Receipt:
     """Raises NotFound, and Conflict when a finalized month no longer gives the root that its invoice carries."""
-    query = select(usage.c.team_id, usage.c.period).where(usage.c.request_id == request_id)
+    billed_in = func.coalesce(usage.c.billed_in, usage.c.period).label("period")
+    query = select(usage.c.team_id, billed_in).where(usage.c.request_id == request_id)
     row = (await c.execute(query)).one_or_none()
     if row is None:
         raise NotFound(f"no posted request {request_id}")

@@ -11,7 +11,7 @@ from sqlalchemy import exists, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
-from ledger.accounts import check_fits, open_team_accounts, set_credit_limit
+from ledger.accounts import change_credit_limit, check_fits, open_team_accounts
 from ledger.audit import By
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.ids import new_id
@@ -108,7 +108,8 @@ async def update_team(c: AsyncConnection, by: By, team_id: str, change: TeamChan
         )
     await c.execute(update(teams).where(teams.c.id == team_id).values(changed))
     if after.credit_limit_pico != before.credit_limit_pico:
-        await set_credit_limit(c, team_id, after.credit_limit_pico, after.billing_currency)
+        limits = (before.credit_limit_pico, after.credit_limit_pico)
+        await change_credit_limit(c, team_id, *limits, after.billing_currency)
     await audit.record(c, by, "team.update", "team", team_id, team_id=team_id, before=before, after=after)
     return after
 

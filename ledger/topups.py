@@ -73,7 +73,7 @@ async def top_up(
     )
     await credit(c, payment.account_id, amount_pico)
     await c.execute(insert(topups).values(msgspec.structs.asdict(payment)))
-    await _book(c, by, team, "topup", payment.id, f"clearing:{provider}", payment.account_id, amount_pico, reference)
+    await book(c, by, team, "topup", payment.id, f"clearing:{provider}", payment.account_id, amount_pico, reference)
     await audit.record(c, by, "topup.credit", "topup", payment.id, team_id=team_id, after=payment)
     return payment
 
@@ -104,7 +104,7 @@ async def grant(
             return account_id
         raise Conflict(f"the reference {reference!r} already stands for another grant")
     await open_grant(c, account_id, team_id, currency, amount_pico, expires_at_ms, by.at_ms)
-    await _book(c, by, team, "grant", account_id, "promotion", account_id, amount_pico, reference)
+    await book(c, by, team, "grant", account_id, "promotion", account_id, amount_pico, reference)
     after = {"amount_pico": amount_pico, "currency": currency, "expires_at_ms": expires_at_ms}
     await audit.record(c, by, "grant.create", "account", account_id, team_id=team_id, after=after)
     return account_id
@@ -135,7 +135,7 @@ async def refund(
         raise Conflict(
             f"only {format_amount(left)} {currency} of team {team_id!r} is free now, the rest is spent or held"
         )
-    await _book(c, by, team, "refund", transfer_id, account_id, "clearing:manual", amount_pico, reference)
+    await book(c, by, team, "refund", transfer_id, account_id, "clearing:manual", amount_pico, reference)
     after = {"amount_pico": amount_pico, "currency": currency, "reference": reference}
     await audit.record(c, by, "refund.pay", "account", account_id, team_id=team_id, after=after)
     return transfer_id
@@ -155,7 +155,7 @@ async def expire_grants(c: AsyncConnection, by: By, *, limit: int = 1_000) -> in
         await c.execute(debit.values(debits_pico=accounts.c.debits_pico + left))
         team = await get_team(c, row.team_id)
         transfer_id = f"{row.id}:expired:{row.debits_pico}"
-        await _book(c, by, team, "expiry", transfer_id, row.id, "breakage", left, None)
+        await book(c, by, team, "expiry", transfer_id, row.id, "breakage", left, None)
         await audit.record(c, by, "grant.expire", "account", row.id, team_id=row.team_id, after={"amount_pico": left})
     return len(rows)
 
@@ -195,7 +195,7 @@ def _short(reference: str) -> str:
     return sha256(reference.encode()).hexdigest()[:16]
 
 
-async def _book(
+async def book(
     c: AsyncConnection,
     by: By,
     team: Team,
@@ -206,6 +206,7 @@ async def _book(
     amount_pico: int,
     reference: str | None,
 ) -> None:
+    """One transfer in the team's currency, in its month of that instant. The caller moves the balances and audits."""
     transfer = {
         "id": transfer_id,
         "at_ms": by.at_ms,

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import select, text
+from sqlalchemy import exists, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
@@ -20,7 +20,7 @@ from ledger.month_figures import draft_statement
 from ledger.periods import next_period
 from ledger.posting_sql import UNBELIEVED
 from ledger.publishing import verify_versions
-from ledger.schema import invoices, suspense
+from ledger.schema import invoices, periods, rollups, suspense, teams
 from ledger.verify_acts import check_acts
 from ledger.verify_journal import check_batches, check_journals
 from ledger.verify_rows import check_accounts, check_leases, check_rollups, check_topups, check_transfers, read_usage
@@ -97,6 +97,7 @@ async def verify(
         await run("prices", lambda: verify_versions(c))
         await run("audit", lambda: audit.verify_chain(c))
         await run("acts", lambda: check_acts(c))
+        await run("months", lambda: _check_late(c))
         await run("invoices", lambda: _check_invoices(c, month))
     return Report(all(check.ok for check in checks), checks, unposted)
 
@@ -122,6 +123,23 @@ async def _check_suspense(c: AsyncConnection) -> tuple[int, str | None]:
         f"{len(rows)} records in suspense, first frame {first.seq} of epoch {first.epoch} of slot {first.slot_id}: "
         f"{first.reason}"
     )
+
+
+async def _check_late(c: AsyncConnection) -> tuple[int, str | None]:
+    """What another month bills belongs to one that was closed, and comes after it."""
+    r, p = rollups.c, periods.c
+    closed = exists().where(p.timezone == teams.c.timezone, p.period >= r.period, p.state == "closed")
+    query = (
+        select(r.team_id, r.period, r.billed_in, closed.label("closed"))
+        .join(teams, teams.c.id == r.team_id)
+        .where(r.billed_in != "")
+        .distinct()
+    )
+    rows = (await c.execute(query.order_by(r.team_id, r.period, r.billed_in))).all()
+    for row in rows:
+        if not row.closed or row.billed_in <= row.period:
+            return len(rows), f"usage of team {row.team_id} in {row.period} is billed in {row.billed_in}"
+    return len(rows), None
 
 
 async def _check_invoices(c: AsyncConnection, month: str | None) -> tuple[int, str | None]:

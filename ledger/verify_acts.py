@@ -10,17 +10,22 @@ from hashlib import sha256
 from typing import Any
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ledger.credit_notes import bookings as credit_bookings
+from ledger.invoices import payment_id
 from ledger.periods import window_start
 from ledger.posting_sql import UNBELIEVED
-from ledger.schema import accounts, audit, invoices, quotas, suspense, teams, transfers
+from ledger.schema import accounts, audit, invoices, periods, quotas, suspense, teams, transfers
 from ledger.topups import refund_id
 
 PAGE = 1_000
 _BOOKED = ("topup.credit", "grant.create", "refund.pay", "grant.expire")
-_OTHERS = ("team.create", "team.update", "quota.replace", "suspense.retry", "suspense.write_off")
+_OTHERS = (
+    *("team.create", "team.update", "quota.replace", "suspense.retry", "suspense.write_off"),
+    *("credit_note.issue", "month.close"),
+)
 Result = tuple[int, str | None]
 Booking = tuple[str, str, int]
 """(kind, transfer; of an expiry the grant, pico)."""
@@ -37,6 +42,12 @@ class _Acts:
         self.quotas: dict[str, tuple[dict[str, Any], int]] = {}
         """With the moment from which the limit holds."""
         self.resolved: set[str] = set()
+        self.closed_months: dict[str, str] = {}
+        """Time zone → the last one."""
+        self.taken_off: Counter[str] = Counter()
+        """Invoice → what credit notes took off what was due."""
+        self.refilled: Counter[str] = Counter()
+        """Team → what its credit line was refilled with."""
 
     def add(self, row: Any) -> None:
         self.counted += 1
@@ -60,14 +71,35 @@ class _Acts:
                     self.quotas[quota["id"]] = (quota, old[1] if old is not None and same else row.at_ms)
             case "invoice.finalize" | "invoice.paid" | "invoice.void":
                 self.invoices[row.subject_id] = after
+                if row.action == "invoice.paid":
+                    self._paid(after)
+            case "credit_note.issue":
+                self.invoices[row.subject_id] = after
+                self._credited(after)
+            case "month.close":
+                latest = self.closed_months.get(after["timezone"], "")
+                self.closed_months[after["timezone"]] = max(latest, after["period"])
             case "suspense.retry" | "suspense.write_off":
                 self.resolved.add(row.subject_id)
+
+    def _paid(self, invoice: dict[str, Any]) -> None:
+        amount = invoice.get("due_pico", 0) - self.taken_off[invoice["id"]]
+        if amount > 0:
+            self.bookings["payment", payment_id(invoice["id"]), amount] += 1
+            self.refilled[invoice["team_id"]] += amount
+
+    def _credited(self, note: dict[str, Any]) -> None:
+        for kind, transfer_id, part in credit_bookings(note["id"], -note["billed_pico"], note["due_pico"]):
+            self.bookings["credit_note", transfer_id, part] += 1
+            if kind == "credit_line":
+                self.refilled[note["team_id"]] += part
+        self.taken_off[note["refers_to"]] += note["due_pico"]
 
 
 async def check_acts(c: AsyncConnection) -> Result:
     """(acts compared, the first row that is not what the chain says, or that is missing)."""
     acts = await _read(c)
-    for check in (_bookings, _teams, _quotas, _targets, _invoices, _resolved):
+    for check in (_bookings, _teams, _quotas, _targets, _invoices, _months, _resolved):
         difference = await check(c, acts)
         if difference is not None:
             return acts.counted, difference
@@ -143,7 +175,7 @@ async def _targets(c: AsyncConnection, acts: _Acts) -> str | None:
 def _target(row: Any, acts: _Acts) -> int | None:
     if row.kind == "credit_line":
         team = acts.teams.get(row.team_id)
-        return None if team is None else int(team["credit_limit_pico"])
+        return None if team is None else int(team["credit_limit_pico"]) + acts.refilled[row.team_id]
     if row.kind != "budget":
         return int(row.credits_pico)
     if row.quota_id not in acts.quotas:
@@ -165,6 +197,18 @@ async def _invoices(c: AsyncConnection, acts: _Acts) -> str | None:
         if wrong is not None:
             return f"invoice {row['number']}: {wrong}"
     return _missing("invoice", expected)
+
+
+async def _months(c: AsyncConnection, acts: _Acts) -> str | None:
+    """What is closed was closed by somebody, and nothing that was closed is open again."""
+    p = periods.c
+    query = select(p.timezone, func.max(p.period)).where(p.state == "closed").group_by(p.timezone)
+    closed = {row[0]: row[1] for row in await c.execute(query)}
+    for timezone in sorted(closed.keys() | acts.closed_months.keys()):
+        is_, should = closed.get(timezone), acts.closed_months.get(timezone)
+        if is_ != should:
+            return f"months of {timezone} are closed up to {is_}, the audit chain says {should}"
+    return None
 
 
 async def _resolved(c: AsyncConnection, acts: _Acts) -> str | None:

@@ -184,9 +184,10 @@ async def check_rollups(c: AsyncConnection, month: str | None) -> Result:
     keys = ", ".join(ROLLUP_KEYS)
     rows = ", ".join(derived.get(name, name) for name in ROLLUP_KEYS)
     added = ", ".join("count(*)" if name == "requests" else f"sum({name})" for name in ROLLUP_SUMS)
-    where = "" if month is None else " WHERE period = :month"
+    rows_where = "" if month is None else f" WHERE {_billed_in(':month')}"
+    where = "" if month is None else " WHERE (period = :month AND billed_in = '' OR billed_in = :month)"
     groups = ", ".join(str(n) for n in range(1, len(ROLLUP_KEYS) + 1))
-    from_usage = f"SELECT {rows}, {added} FROM usage{where} GROUP BY {groups}"
+    from_usage = f"SELECT {rows}, {added} FROM usage{rows_where} GROUP BY {groups}"
     from_rollups = f"SELECT {keys}, {', '.join(ROLLUP_SUMS)} FROM rollups{where}"
     bound = {} if month is None else {"month": month}
     counted = (await c.execute(text(f"SELECT count(*) FROM rollups{where}"), bound)).scalar_one()
@@ -283,12 +284,17 @@ async def _outstanding(c: AsyncConnection, ids: list[str]) -> dict[str, int]:
     return {row.account_id: int(row.held) for row in await c.execute(query)}
 
 
+def _billed_in(month: str) -> str:
+    """The condition for the usage rows that a month bills."""
+    return f"(period = {month} AND billed_in IS NULL OR billed_in = {month})"
+
+
 async def _usage_pages(c: AsyncConnection, month: str | None) -> AsyncIterator[list[tuple[Any, ...]]]:
     """Rows of USAGE_COLUMNS through the raw driver, some at a time."""
     columns = ", ".join("CAST(request_id AS TEXT)" if name == "request_id" else name for name in USAGE_COLUMNS)
     raw = await driver(c)
     if c.dialect.name == "sqlite":
-        where = "" if month is None else " WHERE period = ?"
+        where = "" if month is None else f" WHERE {_billed_in('?1')}"
         cursor = await raw.execute(f"SELECT {columns} FROM usage{where}", () if month is None else (month,))
         try:
             while rows := await cursor.fetchmany(PAGE):
@@ -296,7 +302,7 @@ async def _usage_pages(c: AsyncConnection, month: str | None) -> AsyncIterator[l
         finally:
             await cursor.close()
     else:
-        where = "" if month is None else " WHERE period = $1"
+        where = "" if month is None else f" WHERE {_billed_in('$1')}"
         cursor = await raw.cursor(f"SELECT {columns} FROM usage{where}", *([] if month is None else [month]))
         while rows := await cursor.fetch(PAGE):
             yield [tuple(row) for row in rows]

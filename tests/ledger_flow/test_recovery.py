@@ -425,7 +425,7 @@ async def test_the_proof_names_what_was_changed_by_hand_and_no_act_says_so(house
     ]
     for statement in tampered:
         async with house.db.read() as c:
-            assert await check_acts(c) == (8, None)
+            assert await check_acts(c) == (9, None)
         async with house.db.engine.connect() as c, c.begin() as transaction:
             await c.execute(text(statement))
             assert (await check_acts(c))[1] is not None, statement
