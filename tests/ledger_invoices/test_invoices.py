@@ -53,8 +53,11 @@ async def draft(house: House, period: str = THIS_MONTH) -> Statement:
 
 
 async def finalize(house: House, period: str = THIS_MONTH, by: By | None = None) -> invoices.Invoice:
+    by = by or after(period)
+    if by.at_ms >= period_bounds(period, ZONE)[1]:
+        assert (await house.close_month(period, at_ms=by.at_ms)).state == "closed"
     async with house.db.begin() as c:
-        return await invoices.finalize(c, house.team_id, period, by or after(period))
+        return await invoices.finalize(c, house.team_id, period, by)
 
 
 def check_receipt(*arguments: str) -> subprocess.CompletedProcess[str]:
