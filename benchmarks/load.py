@@ -2,17 +2,22 @@
 
 Latency in the open loop is counted from the moment at which a request was meant to be sent, so a server that stalls
 cannot hide it by being asked less (coordinated omission).
+
+python -m benchmarks.load --port N --key KEY --connections C --requests R --body JSON     exits with 1 if one fails
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import uvloop
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -188,6 +193,35 @@ async def closed_loop(port: int, request: bytes, connections: int, seconds: floa
     return result
 
 
+async def so_many(port: int, request: bytes, connections: int, requests: int) -> Result:
+    """A closed loop that ends after so many requests."""
+    sample, finished = Sample(), asyncio.Event()
+    asked = answered = 0
+
+    def go_on(client: Client) -> None:
+        nonlocal asked
+        if asked < requests:
+            asked += 1
+            client.ask()
+
+    def done(client: Client, _ok: bool) -> None:
+        nonlocal answered
+        answered += 1
+        go_on(client)
+        if answered == requests:
+            finished.set()
+
+    clients = [await connect(lambda: Client(request, done, sample), port) for _ in range(connections)]
+    started = time.perf_counter()
+    for client in clients:
+        go_on(client)
+    await asyncio.wait_for(finished.wait(), 60)
+    result = sample.result(time.perf_counter() - started)
+    for client in clients:
+        client.transport.close()
+    return result
+
+
 async def open_loop(
     port: int, request: bytes, per_second: float, seconds: float, warmup_s: float = 0.5, max_connections: int = 256
 ) -> Result:
@@ -233,3 +267,19 @@ async def open_loop(
     for client in clients:
         client.transport.close()
     return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--port", "--connections", "--requests"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--body", required=True)
+    arguments = parser.parse_args()
+    request = request_bytes(arguments.port, arguments.key, arguments.body.encode())
+    result = uvloop.run(so_many(arguments.port, request, arguments.connections, arguments.requests))
+    sys.exit(result.errors > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,17 @@ import yaml
 from benchmarks.load import request_bytes
 from benchmarks.processes import GATEWAY_CORE, LOAD_CORE, Process, free_port
 from benchmarks.upstream import QUIET_MODEL
+from ledger.audit import By
+from ledger.database import Database
+from ledger.keys import KeyHasher, create_key
+from ledger.money import PICO_PER_UNIT
+from ledger.quotas import Limit, Scope, replace_quotas
+from ledger.teams import create_team
+from ledger.topups import top_up
 from proxy.preflight import check_directories
+from proxy.secrets import key_secret
 from proxy.seeding import prepare
-from proxy.settings import load_settings
+from proxy.settings import Settings, load_settings
 
 MODEL = "bench"
 PRICE = {"currency": "USD", "input": "0.28", "cache_read": "0.028", "output": "0.42"}
@@ -90,12 +99,12 @@ def tallygate(
     """A gateway worker and its poster: a key, three limits, a balance and two budgets, the journal synced."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "tallygate.yaml"
-    config.write_text(yaml.safe_dump(_configuration(upstream_port, database, counters)))
+    config.write_text(yaml.safe_dump(configuration(upstream_port, database, counters)))
     commands = Commands(folder, config)
     settings = load_settings(config, folder)
     check_directories(settings)
     asyncio.run(prepare(settings))
-    key = _furnish(commands)
+    key = asyncio.run(furnish(settings))
     port = free_port()
     gateway = ["-m", "proxy.cli", "gateway", "--port", str(port), *commands.options]
     poster = ["-m", "proxy.cli", "poster", *commands.options]
@@ -111,7 +120,7 @@ def tallygate(
         yield Subject(name, port, key, worker, facts, commands, neighbours=neighbours)
 
 
-def _configuration(upstream_port: int, database: str | None, counters: str) -> dict[str, Any]:
+def configuration(upstream_port: int, database: str | None, counters: str) -> dict[str, Any]:
     storage = {"counters": counters, **({"database": database} if database else {})}
     return {
         "storage": storage,
@@ -121,13 +130,21 @@ def _configuration(upstream_port: int, database: str | None, counters: str) -> d
     }
 
 
-def _furnish(commands: Commands) -> str:
-    """Everything on: requests and tokens a minute, concurrency, a balance, a budget for the team and for the key."""
-    team = commands.json("team", "create", "bench")["id"]
-    commands.json("topup", "1000000", "--team", team, "--reference", "bench")
-    key = commands.json("key", "create", "--team", team)
-    commands.json("quota", "set", "--team", team, "spend/month=500000USD", "concurrency=100000")
-    limits = ("requests/minute=100000000", "tokens/minute=100000000000", "spend/month=400000USD")
-    commands.json("quota", "set", "--key", key["id"], *limits)
-    secret: str = key["key"]
-    return secret
+async def furnish(settings: Settings) -> str:
+    """Everything on: requests and tokens a minute, concurrency, a balance, a budget for the team and for the key.
+
+    Returns the key."""
+    by, plenty = By("benchmark", time.time_ns() // 1_000_000), 500_000 * PICO_PER_UNIT
+    db = await Database.open(settings.storage.database, pool_size=1)
+    try:
+        async with db.begin() as c:
+            team = await create_team(c, by, "bench")
+            await top_up(c, by, team.id, 2 * plenty, currency="USD", reference="bench")
+            key = await create_key(c, by, KeyHasher(key_secret(settings)), team.id)
+            spend = Limit("spend", "month", plenty, currency="USD")
+            await replace_quotas(c, by, Scope.of_team(team.id), [spend, Limit("concurrency", None, 100_000)])
+            counted = [Limit("requests", "minute", 10**8), Limit("tokens", "minute", 10**11)]
+            await replace_quotas(c, by, Scope.of_key(key.key.id), [*counted, spend])
+    finally:
+        await db.close()
+    return key.secret
