@@ -77,5 +77,26 @@ def address_allowed(networks: tuple[Network, ...], address: str | None) -> bool:
     return any(parsed in network for network in networks)
 
 
+def client_address(peer: str | None, forwarded: Iterable[str], trusted: tuple[Network, ...]) -> str | None:
+    """Whose request it is: the peer, or, where that is a trusted proxy, whom the proxies say they pass it on for.
+
+    forwarded: the values of X-Forwarded-For in the order in which they came. Each trusted proxy has added the address
+    that it saw at the end, so we go back from there to the first address that is no trusted proxy; what stands before
+    it anybody may have written.
+    """
+    address = peer
+    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
+    while hops and trusted and address_allowed(trusted, address):
+        address = _without_port(hops.pop())
+    return address
+
+
+def _without_port(hop: str) -> str:
+    """Some proxies write "192.0.2.1:4711" or "[2001:db8::1]:4711"."""
+    if hop.startswith("["):
+        return hop[1:].partition("]")[0]
+    return hop.partition(":")[0] if hop.count(":") == 1 else hop
+
+
 def _forbidden(code: str, message: str) -> Refusal:
     return Refusal(403, "permission_error", code, message, should_retry=False)

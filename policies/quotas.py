@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -53,7 +53,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A soft limit has just reached so many per cent. The same one may come again after usage fell back."""
+    """A limit has just reached so many per cent. The same one may come again after usage fell back."""
 
     team_id: str
     key_id: str
@@ -92,16 +92,6 @@ class Ticket:
         return rate_headers(self._grant.rules, self._grant.levels, self._counters.wall_ms())
 
 
-class _Plan:
-    """The rules of one caller for one model, compiled once."""
-
-    __slots__ = ("rules", "soft")
-
-    def __init__(self, rules: tuple[Rule, ...], soft: dict[str, Quota]) -> None:
-        self.rules = rules
-        self.soft = soft
-
-
 class Limiter:
     """Decides whether a request may run now. One per process; the counters are memory's or Redis's."""
 
@@ -109,7 +99,7 @@ class Limiter:
         self._counters = counters
         self._global_timezone = global_timezone
         self._plans: dict[str, tuple[Principal, dict[tuple[str, str | None], tuple[Rule, ...]]]] = {}
-        self._soft: dict[str, tuple[Principal, str | None, Quota]] = {}
+        self._watched: dict[str, tuple[Principal, str | None, Quota]] = {}
         self._thresholds: deque[Threshold] = deque(maxlen=MAX_THRESHOLDS)
         counters.watch = self._watch
 
@@ -122,10 +112,14 @@ class Limiter:
         return Ticket(self._counters, decision)
 
     def take_thresholds(self) -> list[Threshold]:
-        """The soft limits that crossed 50, 80 or 100 % since the last call."""
+        """Soft limits, and hard ones of a day, a month or in total, that crossed 50, 80 or 100 % since the last call."""
         taken = list(self._thresholds)
         self._thresholds.clear()
         return taken
+
+    def decisions(self) -> Mapping[str, int]:
+        """How many were made, by where the counters were: `shared`, `local` in an outage, `process` without a store."""
+        return self._counters.decisions()
 
     def degraded(self) -> list[str]:
         return self._counters.degraded()
@@ -135,7 +129,7 @@ class Limiter:
         if known is None or known[0] is not principal:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-                self._soft.clear()
+                self._watched.clear()
             known = self._plans[principal.key_id] = (principal, {})
         plans = known[1]
         who = (model, end_user)
@@ -155,15 +149,15 @@ class Limiter:
             twin = rules.get(rule.key)
             if twin is None or rule.limit < twin.limit:
                 rules[rule.key] = rule
-                if not quota.hard:
-                    self._soft[rule.key] = (principal, end_user, quota)
+                if rule.watched:
+                    self._watched[rule.key] = (principal, end_user, quota)
         return tuple(sorted(rules.values(), key=lambda rule: not rule.shared_by_all))
 
     def _watch(self, rule: Rule, before: int, after: int) -> None:
         for percent in THRESHOLDS:
             mark = rule.limit * percent * (rule.window_ms or 1)
-            if before * 100 < mark <= after * 100 and rule.key in self._soft:
-                principal, end_user, quota = self._soft[rule.key]
+            if before * 100 < mark <= after * 100 and rule.key in self._watched:
+                principal, end_user, quota = self._watched[rule.key]
                 now, used = self._counters.wall_ms(), rule.used(after)
                 event = Threshold(principal.team_id, principal.key_id, end_user, quota, percent, used, now)
                 self._thresholds.append(event)

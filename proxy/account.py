@@ -18,6 +18,7 @@ from proxy.admin.endpoints import Listing, Paging
 from proxy.admin.input import describe, refuse_nul
 from proxy.admin.times import Instant, parse_instant
 from proxy.admin.usage import UsageAnswer, UsageSumAnswer
+from proxy.asgi import client_of
 from proxy.auth import bearer
 from proxy.ids import now_ms
 from proxy.openai.errors import model_not_found
@@ -91,7 +92,7 @@ class Account:
         authorization = request.headers.get("authorization")
         token = bearer(authorization.encode("latin-1") if authorization else None)
         principal = await self._worker.keys().principal(token)
-        address = request.client.host if request.client else None
+        address = client_of(request.scope, self._worker.trusted_proxies)
         check_access(replace(principal, models=None, end_user_required=False), "", address, None, now_ms())
         return principal
 

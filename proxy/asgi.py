@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from policies.access import Network, client_address
 from proxy.openai.errors import invalid, too_large
 
 Message = MutableMapping[str, Any]
@@ -29,6 +30,16 @@ class ClientGone(Exception):
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """The request's header fields by lower-case name; of a repeated one the last."""
     return dict(scope["headers"])
+
+
+def client_of(scope: Scope, trusted: tuple[Network, ...]) -> str | None:
+    """The address that the request comes from; behind a trusted proxy that of its client."""
+    client = scope.get("client")
+    peer: str | None = client[0] if client else None
+    if not trusted:
+        return peer
+    forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"]
+    return client_address(peer, forwarded, trusted)
 
 
 def text(value: bytes | None) -> str | None:

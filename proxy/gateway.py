@@ -16,7 +16,7 @@ import structlog
 from ledger.errors import AlreadyAnswered, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
 from ledger.records import Status
-from policies.access import check_access
+from policies.access import Network, check_access
 from policies.admission import Admission, Slot
 from policies.drafts import choose_draft
 from policies.quotas import Limiter
@@ -28,6 +28,7 @@ from proxy.asgi import (
     Reply,
     Scope,
     Send,
+    client_of,
     headers_of,
     read_body,
     refuse_packed_body,
@@ -80,6 +81,7 @@ class Gateway:
         gate: Gate,
         metrics: Metrics,
         max_body_bytes: int,
+        trusted_proxies: tuple[Network, ...] = (),
     ) -> None:
         self._keyring = keyring
         self._routes = routes
@@ -88,6 +90,7 @@ class Gateway:
         self._gate = gate
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._trusted_proxies = trusted_proxies
         self._ids = RequestIds()
 
     async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,8 +122,7 @@ class Gateway:
         refuse_packed_body(headers)
         body = await read_body(receive, self._max_body_bytes)
         call = dialect.parse(body)
-        client = scope.get("client")
-        check_access(principal, call.model, client[0] if client else None, call.end_user, at_ms)
+        check_access(principal, call.model, client_of(scope, self._trusted_proxies), call.end_user, at_ms)
         route = self._routes.get(call.model)
         if route is None:
             raise model_not_found(call.model)

@@ -48,13 +48,17 @@ class _Totals:
 
 
 class Metrics:
-    """One worker's numbers. `gauges` is asked when the text is made: name → value."""
+    """One worker's numbers. `gauges` (name → value) and `limit_decisions` (where → how many) are asked when the text
+    is made."""
 
-    def __init__(self, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
+    def __init__(
+        self, gauges: Callable[[], Mapping[str, float]] = dict, limit_decisions: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         self._settled: dict[tuple[str, str, str], _Totals] = {}
         self._refused: defaultdict[str, int] = defaultdict(int)
         self._upstream_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._gauges = gauges
+        self._limit_decisions = limit_decisions
 
     def settled(self, model: str, outcome: Outcome, receipt: Receipt) -> None:
         key = (model, outcome.deployment, outcome.status)
@@ -112,6 +116,10 @@ class Metrics:
             for (deployment, kind), count in self._upstream_failures.items()
         )
         lines += _family("tallygate_upstream_failures_total", "Failed attempts.", "counter", failures)
+        decisions = (((("where", where),), count) for where, count in self._limit_decisions().items())
+        lines += _family(
+            "tallygate_limit_decisions_total", "Decisions on limits, by where the counters were.", "counter", decisions
+        )
         for name, value in self._gauges().items():
             lines += _family(f"tallygate_{name}", name.replace("_", " ").capitalize() + ".", "gauge", [((), value)])
         return ("\n".join(lines) + "\n").encode()

@@ -44,6 +44,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     max_body_mb: AtLeastOne = 32
     key_secret: str | None = None
     """The secret under which API keys are hashed; None: generated once in `data/key-secret`."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks of balancers that say truly, in X-Forwarded-For, whose request they pass on."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,11 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def journal_path(self) -> Path:
         return Path(self.journal_dir)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    on_outage: Literal["local", "refuse"] = "local"
+    """While shared counters do not answer: each worker counts its share of every limit, or what has limits gets 503."""
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +147,7 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     server: Server = Server()
     storage: Storage = Storage()
+    limits: Limits = Limits()
     admin_token: str | None = None
     """None: generated at the first start."""
     backend: Backend | None = None

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 from ledger.money import FxRate, MoneyError, parse_price
+from policies.access import parse_networks
 
 if TYPE_CHECKING:
     from proxy.settings import Model, Price, Settings
@@ -48,6 +49,16 @@ def _check_storage(settings: Settings, complain: Complain) -> None:
             f"{settings.server.workers} workers cannot share counters that live in one process: "
             "set storage.counters to redis://… or workers to 1",
         )
+    if settings.limits.on_outage == "refuse" and storage.counters == "memory":
+        complain("limits.on_outage", "counters in memory are never away; `refuse` is for storage.counters: redis://…")
+    for index, network in enumerate(settings.server.trusted_proxies):
+        try:
+            parse_networks([network])
+        except ValueError:
+            complain(
+                f"server.trusted_proxies[{index}]",
+                f"must be an address or a network such as 10.0.0.0/8, got {network!r}",
+            )
     if settings.server.key_secret is not None and len(settings.server.key_secret) < 16:
         complain("server.key_secret", "must have at least 16 characters")
 

@@ -20,9 +20,11 @@ from ledger.gate import Gate
 from ledger.keys import KeyHasher
 from ledger.migrations import require_current
 from ledger.posting import Poster
+from policies.access import parse_networks
 from policies.admission import Admission, Capacity
 from policies.counters.memory import MemoryCounters
 from policies.counters.redis import RedisCounters
+from policies.counters.rules import Counters
 from policies.quotas import Limiter
 from proxy.auth import Keyring
 from proxy.catalogue import Catalogue
@@ -53,9 +55,14 @@ class Worker:
             {name: Capacity(max(1, item.max_concurrency // workers)) for name, item in self.upstreams.items()}
         )
         counters = settings.storage.counters
-        self._counters = MemoryCounters() if counters == "memory" else RedisCounters(counters, workers=workers)
+        self._counters: Counters = (
+            MemoryCounters()
+            if counters == "memory"
+            else RedisCounters(counters, workers=workers, on_outage=settings.limits.on_outage)
+        )
         self.limiter = Limiter(self._counters, global_timezone=settings.billing.timezone)
-        self.metrics = Metrics(self._gauges)
+        self.metrics = Metrics(self._gauges, self.limiter.decisions)
+        self.trusted_proxies = parse_networks(settings.server.trusted_proxies)
         self.catalogue = Catalogue(self.routes, self.upstreams)
         self.db: Database | None = None
         self.gate: Gate | None = None
@@ -157,6 +164,7 @@ class Worker:
             gate=self.gate,
             metrics=self.metrics,
             max_body_bytes=settings.server.max_body_mb * 2**20,
+            trusted_proxies=self.trusted_proxies,
         )
         self._failure = None
         if self._embed_poster:

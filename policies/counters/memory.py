@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from policies.counters.rules import SLOT_WAIT_MS, Denial, Grant, Kind, Rule, Watch, bucket_wait_ms, drain, refundable
 from policies.windows import NEVER, settle_window
@@ -41,12 +41,16 @@ class MemoryCounters:
         self._calendars: dict[str, list[int]] = {}
         self._slots: dict[str, int] = {}
         self._decisions = 0
+        self._decided = 0
 
     async def open(self) -> None:
         """Nothing to open."""
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    def decisions(self) -> Mapping[str, int]:
+        return {"process": self._decided}
 
     def degraded(self) -> list[str]:
         return []
@@ -56,6 +60,7 @@ class MemoryCounters:
 
     def decide(self, rules: tuple[Rule, ...], tokens: int) -> Grant | Denial:
         """`admit`, for callers that are not coroutines."""
+        self._decided += 1
         now = self._monotonic()
         levels: list[int] = []
         marks: list[int] = []
@@ -126,7 +131,7 @@ class MemoryCounters:
                 self._calendars[rule.key] = [levels[i], marks[i]]
             else:
                 self._slots[rule.key] = levels[i]
-            if not rule.hard and self.watch is not None:
+            if rule.watched and self.watch is not None:
                 self.watch(rule, levels[i] - rule.units(tokens), levels[i])
         self._decisions += 1
         if self._decisions % SWEEP_EVERY == 0:
@@ -174,7 +179,7 @@ class MemoryCounters:
                 return  # that window is over
             before = state[0]
             after = state[0] = max(0, before + more)
-        if not rule.hard and self.watch is not None:
+        if rule.watched and self.watch is not None:
             self.watch(rule, before, after)
 
     def _free(self, key: str) -> None:

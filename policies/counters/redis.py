@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import hiredis
@@ -88,6 +88,9 @@ class RedisCounters:
                 with contextlib.suppress(Unanswered, hiredis.HiredisError):
                     await link.ask("ZREM", key, *members, within_s=0.1)
         self._nodes.close()
+
+    def decisions(self) -> Mapping[str, int]:
+        return {"shared": self.shared_decisions, "local": self.local_decisions}
 
     def degraded(self) -> list[str]:
         """Also right after a decision was made without the server, so that a slow one shows."""
@@ -207,7 +210,7 @@ class RedisCounters:
         for i, rule in enumerate(rules):
             before = levels[i]
             levels[i] = before + rule.units(tokens)
-            if not rule.hard and self.watch is not None:
+            if rule.watched and self.watch is not None:
                 self.watch(rule, before, levels[i])
         self._apart.observe(rules, levels, marks)
         self._hold(rules, member)
@@ -277,7 +280,7 @@ class RedisCounters:
                 return
             reply: Any = future.result()
             for i, rule in enumerate(rules):
-                if not rule.hard and reply[2 * i] >= 0:
+                if rule.watched and reply[2 * i] >= 0:
                     self.watch(rule, reply[2 * i], reply[2 * i + 1])
 
         pending.future.add_done_callback(watch)

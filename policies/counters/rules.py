@@ -8,7 +8,7 @@ Source: ITU-T I.371, the continuous-state leaky bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -29,7 +29,19 @@ class Kind(IntEnum):
 class Rule:
     """One limit on one counter, named `key`; the `{…}` part keeps a tenant's counters on one cluster slot."""
 
-    __slots__ = ("calendar", "hard", "key", "kind", "label", "limit", "metric", "own", "shared_by_all", "window_ms")
+    __slots__ = (
+        "calendar",
+        "hard",
+        "key",
+        "kind",
+        "label",
+        "limit",
+        "metric",
+        "own",
+        "shared_by_all",
+        "watched",
+        "window_ms",
+    )
 
     def __init__(
         self,
@@ -53,6 +65,8 @@ class Rule:
         self.window_ms = window_ms
         self.calendar = calendar
         self.hard = hard
+        self.watched = not hard or calendar is not None
+        """Somebody wants to hear how full it is; a hard limit a minute tells its callers, and that is enough."""
         self.own = own
         """The caller may be told these numbers: they are not those of all tenants together."""
         self.shared_by_all = shared_by_all
@@ -144,7 +158,7 @@ class Denial:
 
 
 Watch = Callable[[Rule, int, int], None]
-"""Called for a soft rule with its level before and after a charge."""
+"""Called for a watched rule with its level before and after a charge."""
 
 
 class Counters(Protocol):
@@ -171,6 +185,9 @@ class Counters(Protocol):
 
     def wall_ms(self) -> int:
         """UTC milliseconds, by the store's clock."""
+
+    def decisions(self) -> Mapping[str, int]:
+        """How many were made, by where the counters were: `shared`, `local` in an outage, `process` without a store."""
 
     def degraded(self) -> list[str]:
         """What does not work as it should, in sentences; empty when all is well."""

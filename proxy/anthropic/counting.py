@@ -9,7 +9,18 @@ from policies.access import check_access
 from policies.refusal import Refusal
 from proxy.anthropic.dialect import MESSAGES
 from proxy.anthropic.request import parse_count
-from proxy.asgi import JSON, ClientGone, Receive, Reply, Scope, Send, headers_of, read_body, refuse_packed_body
+from proxy.asgi import (
+    JSON,
+    ClientGone,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    client_of,
+    headers_of,
+    read_body,
+    refuse_packed_body,
+)
 from proxy.counting import Counting
 from proxy.ids import RequestIds, now_ms
 from proxy.openai.errors import (
@@ -58,8 +69,8 @@ class CountTokens:
         principal = await self._worker.keys().principal(MESSAGES.token(headers))
         refuse_packed_body(headers)
         call = parse_count(await read_body(receive, self._worker.settings.server.max_body_mb * 2**20))
-        client = scope.get("client")
-        check_access(principal, call.model, client[0] if client else None, call.end_user, now_ms())
+        address = client_of(scope, self._worker.trusted_proxies)
+        check_access(principal, call.model, address, call.end_user, now_ms())
         if call.model not in self._worker.routes:
             raise model_not_found(call.model)
         return call

@@ -80,7 +80,7 @@ def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> N
     lines = refused(tmp_path, "server:\n  host: 127.0.0.1\n  prt: 8000\n")
     assert lines == [
         "config.yaml:3: server.prt: unknown key; did you mean `port`? "
-        "allowed here: host, port, workers, max_body_mb, key_secret"
+        "allowed here: host, port, workers, max_body_mb, key_secret, trusted_proxies"
     ]
 
 
@@ -92,6 +92,14 @@ def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> N
         ("server:\n  host: 5", "config.yaml:2: server.host: expected text, got '5'; put it in quotes"),
         ("server: [1]", "config.yaml:1: server: expected a mapping with: host, port"),
         ("models: {m: {deployments: {to: x}}}", "config.yaml:1: models.m.deployments: expected a list, got a mapping"),
+        (
+            "limits:\n  on_outage: refuse",
+            "config.yaml:2: limits.on_outage: counters in memory are never away",
+        ),
+        (
+            "server:\n  trusted_proxies: [10.0.0.0/8, balancer]",
+            "config.yaml:2: server.trusted_proxies[1]: must be an address or a network",
+        ),
         ("upstreams:\n  a: {api_key: x}", "config.yaml:2: upstreams.a: needs `base_url`"),
         (
             "upstreams:\n  a:\n    base_url: env:NOT_SET",

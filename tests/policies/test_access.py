@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.access import Principal, address_allowed, check_access, parse_networks
+from policies.access import Principal, address_allowed, check_access, client_address, parse_networks
 from policies.refusal import Refusal
 
 NOW = 1_800_000_000_000
@@ -66,6 +66,35 @@ def test_addresses_in_the_allowed_networks_pass(address: str) -> None:
 @pytest.mark.parametrize("address", [None, "", "unix", "11.0.0.1", "10.0.0", "10.0.0.1:80"])
 def test_an_address_that_is_unknown_or_outside_is_refused(address: str | None) -> None:
     assert refusal(key(allowed_networks=parse_networks(["10.0.0.0/8"])), address).code == "ip_not_allowed"
+
+
+BALANCERS = parse_networks(["10.0.0.0/8", "fd00::/8"])
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("10.0.0.1", ["203.0.113.7"], "203.0.113.7"),
+        ("10.0.0.1", ["1.2.3.4, 203.0.113.7"], "203.0.113.7"),  # what the client itself wrote comes first
+        ("10.0.0.1", ["1.2.3.4", "203.0.113.7, 10.9.9.9"], "203.0.113.7"),  # two balancers, two headers
+        ("10.0.0.1", ["203.0.113.7:4711"], "203.0.113.7"),
+        ("fd00::1", ["[2001:db8::7]:80"], "2001:db8::7"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", ["10.0.0.2"], "10.0.0.2"),  # a request of the balancers' own network
+        ("203.0.113.9", ["10.0.0.1"], "203.0.113.9"),  # nobody that we trust: nothing that it says counts
+        (None, ["203.0.113.7"], None),
+    ],
+)
+def test_whom_a_trusted_proxy_names_is_the_client_and_nobody_else_is_believed(
+    peer: str | None, forwarded: list[str], client: str | None
+) -> None:
+    assert client_address(peer, forwarded, BALANCERS) == client
+    assert client_address(peer, forwarded, ()) == peer
+
+
+def test_an_unreadable_hop_is_nobodys_address() -> None:
+    named = client_address("10.0.0.1", ["203.0.113.7, unknown"], BALANCERS)
+    assert not address_allowed(parse_networks(["0.0.0.0/0"]), named)
 
 
 @given(st.text(max_size=40))

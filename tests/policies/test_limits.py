@@ -251,6 +251,13 @@ def test_a_soft_limit_reports_and_never_refuses(store: Store) -> None:
     assert store.limiter.take_thresholds() == []
 
 
+def test_a_hard_limit_of_a_day_reports_too_and_one_of_a_minute_does_not(store: Store) -> None:
+    caller = store.new_caller(Quota("d", "team", "requests", "day", 4), Quota("m", "team", "requests", "minute", 4))
+    assert [store.ask(caller) is not None for _ in range(5)] == [True] * 4 + [False]
+    crossed = store.limiter.take_thresholds()
+    assert [(event.quota.id, event.percent) for event in crossed] == [("d", 50), ("d", 80), ("d", 100)]
+
+
 def test_raising_a_limit_keeps_what_was_counted(store: Store) -> None:
     caller = store.new_caller(Quota("old", "team", "requests", "day", 2))
     assert [store.ask(caller) is not None for _ in range(3)] == [True, True, False]
