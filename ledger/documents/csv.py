@@ -6,7 +6,7 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from ledger.documents.wording import closing_notes, describe, local_date, summary, unit_price
+from ledger.documents.wording import account_lines, closing_notes, describe, local_date, summary, title, unit_price
 from ledger.money import format_amount
 from ledger.statements import Statement
 
@@ -22,6 +22,8 @@ def write_csv(statement: Statement) -> bytes:
     _head(writer, statement)
     _lines(writer, statement)
     writer.writerow([])
+    for date, what, reference, amount in account_lines(statement):
+        writer.writerow([date, what, _text(reference), amount, statement.currency])
     for name, chinese, amount in summary(statement):
         writer.writerow([name, chinese, amount, statement.currency])
     writer.writerows(closing_notes(statement))
@@ -32,7 +34,8 @@ def _head(writer: Writer, statement: Statement) -> None:
     party = statement.party
     end = local_date(statement.period_end_ms - 1, statement.timezone)
     rows = [
-        ("Statement", "对账单", statement.number or f"{statement.state} (not a tax document)"),
+        (*title(statement).rsplit(" ", 1), statement.number or f"{statement.state} (not a tax document)"),
+        *([("For invoice", "对应账单", statement.refers_to)] if statement.refers_to else []),
         ("Period", "账期", f"{local_date(statement.period_start_ms, statement.timezone)} to {end}", statement.timezone),
         ("Team", "客户", _text(party.name), party.team_id),
         ("Invoice title", "发票抬头", _text(party.invoice_title or "")),

@@ -16,6 +16,7 @@ _COLUMN_NAMES = (
     "ChargePeriodStart ConsumedQuantity ConsumedUnit ContractedCost EffectiveCost InvoiceId InvoiceIssuerName "
     "ListCost ListUnitPrice PricingQuantity PricingUnit ProviderName PublisherName ServiceCategory ServiceName SkuId"
 )
+_CATEGORIES = {"usage": "Usage", "promo": "Credit", "credit": "Credit"}
 COLUMNS = tuple(_COLUMN_NAMES.split())
 
 
@@ -41,7 +42,7 @@ def _row(statement: Statement, line: Line) -> dict[str, object]:
         "BillingPeriodEnd": end,
         "ChargePeriodStart": start,
         "ChargePeriodEnd": end,
-        "ChargeCategory": "Usage" if line.kind == "usage" else "Adjustment",
+        "ChargeCategory": _CATEGORIES.get(line.kind, "Adjustment"),
         "ChargeDescription": describe(line),
         "ChargeFrequency": "Usage-Based" if line.kind == "usage" else "One-Time",
         "ContractedCost": exact,

@@ -18,9 +18,11 @@ def write_json(statement: Statement) -> bytes:
 def as_plain(statement: Statement) -> dict[str, Any]:
     """The statement as maps, lists, strings and integers, in the order in which one reads it."""
     zone = statement.timezone
-    amounts = ("opening", "topups", "exact", "carry_in", "billed", "carry_out", "closing", "net", "tax")
+    amounts = "opening topups consumption promo exact on_credit carry_in billed carry_out due closing net tax".split()
     return {
+        "kind": statement.kind,
         "number": statement.number,
+        "refers_to": statement.refers_to,
         "state": statement.state,
         "period": statement.period,
         "timezone": zone,
@@ -49,6 +51,15 @@ def as_plain(statement: Statement) -> dict[str, Any]:
             }
             for topup in statement.topups
         ],
+        "movements": [
+            {
+                "at": local_time(movement.at_ms, zone),
+                "kind": movement.kind,
+                "amount": format_amount(movement.amount_pico),
+                "reference": movement.reference,
+            }
+            for movement in statement.movements
+        ],
         "fx": [{"price_version": fx.price_version, "rate": exchange_rate(fx, zone)} for fx in statement.fx],
         "merkle_root": statement.merkle_root,
     }
@@ -58,6 +69,7 @@ def _line(line: Line) -> dict[str, Any]:
     return {
         "description": describe(line),
         "kind": line.kind,
+        "late_of": line.late_of or None,
         "model": line.model,
         "meter": line.meter,
         "price_version": line.price_version,

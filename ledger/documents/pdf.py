@@ -15,7 +15,7 @@ from reportlab.pdfbase.pdfmetrics import getRegisteredFontNames, registerFont
 from reportlab.pdfbase.ttfonts import TTFont
 from reportlab.platypus import Paragraph, SimpleDocTemplate, Spacer, Table
 
-from ledger.documents.wording import closing_notes, describe, heading, local_date, summary, unit_price
+from ledger.documents.wording import account_lines, closing_notes, describe, heading, summary, title, unit_price
 from ledger.money import format_amount
 from ledger.statements import Statement
 
@@ -33,7 +33,7 @@ def write_pdf(statement: Statement) -> bytes:
     if _FONT not in getRegisteredFontNames():
         font = files("paperang_p2_fonts_cjk") / "fonts" / "wqy-microhei.ttc"
         registerFont(TTFont(_FONT, str(font), subfontIndex=0))
-    title = f"Statement 对账单 {statement.number or statement.state}"
+    name = f"{title(statement)} {statement.number or statement.state}"
     buffer = io.BytesIO()
     document = SimpleDocTemplate(
         buffer,
@@ -42,17 +42,17 @@ def write_pdf(statement: Statement) -> bytes:
         rightMargin=_MARGIN,
         topMargin=_MARGIN,
         bottomMargin=_MARGIN,
-        title=title,
+        title=name,
         author="TallyGate",
         invariant=1,
     )
-    story = [Paragraph(escape(title), _TITLE), Spacer(0, 3 * mm), _pairs(heading(statement)), Spacer(0, 4 * mm)]
+    story = [Paragraph(escape(name), _TITLE), Spacer(0, 3 * mm), _pairs(heading(statement)), Spacer(0, 4 * mm)]
     story += [_lines(statement), Spacer(0, 4 * mm)]
-    if statement.topups:
-        story += [_topups(statement), Spacer(0, 4 * mm)]
+    if statement.topups or statement.movements:
+        story += [_account_lines(statement), Spacer(0, 4 * mm)]
     figures = [(f"{name} {chinese}", f"{amount} {statement.currency}") for name, chinese, amount in summary(statement)]
     story.append(_pairs(figures + [(f"{name} {chinese}", text) for name, chinese, text in closing_notes(statement)]))
-    footer = f"{title} · {statement.party.team_id}"
+    footer = f"{name} · {statement.party.team_id}"
     document.build(story, onFirstPage=_footer(footer), onLaterPages=_footer(footer))
     return buffer.getvalue()
 
@@ -74,12 +74,11 @@ def _lines(statement: Statement) -> Table:
     return table
 
 
-def _topups(statement: Statement) -> Table:
-    rows = [[_text("Top-up 充值"), _text("Reference 参考号"), _text(statement.currency, _NUMBER)]]
-    for topup in statement.topups:
-        date = f"{local_date(topup.at_ms, statement.timezone)} {topup.provider}"
-        rows.append([*map(_text, (date, topup.reference)), _text(format_amount(topup.amount_pico), _NUMBER)])
-    table = Table(rows, colWidths=[_WIDTH * share for share in (0.3, 0.5, 0.2)], repeatRows=1)
+def _account_lines(statement: Statement) -> Table:
+    rows = [[_text("Balance 余额变动"), _text("Reference 参考号"), _text(statement.currency, _NUMBER)]]
+    for date, what, reference, amount in account_lines(statement):
+        rows.append([*map(_text, (f"{date} {what}", reference)), _text(amount, _NUMBER)])
+    table = Table(rows, colWidths=[_WIDTH * share for share in (0.4, 0.4, 0.2)], repeatRows=1)
     table.setStyle([_RULE])
     return table
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from ledger.money import PICO_PER_CENT, format_amount, format_price
 from ledger.periods import zone
-from ledger.statements import FxLine, Line, Statement
+from ledger.statements import FxLine, Line, Movement, MovementKind, Statement, TopupLine
 
 METER_NAMES = {
     "input_uncached": "input",
@@ -17,35 +17,82 @@ METER_NAMES = {
     "output_reasoning": "output, reasoning",
 }
 
+MOVEMENT_NAMES: dict[MovementKind, tuple[str, str]] = {
+    "grant": ("Promo credit given", "赠金"),
+    "expiry": ("Promo credit expired", "赠金过期"),
+    "payment": ("Invoices paid", "账单回款"),
+    "credit_note": ("Credit notes", "贷项"),
+}
+
 _DIGITS = "零壹贰叁肆伍陆柒捌玖"
 _PLACES = ("", "拾", "佰", "仟")
 _GROUPS = ("", "万", "亿")
 
 
 def describe(line: Line) -> str:
+    late = f", late usage of {line.late_of}" if line.late_of else ""
     match line.kind:
         case "usage":
-            return f"{line.model} {METER_NAMES[line.meter]} tokens"
+            return f"{line.model} {METER_NAMES[line.meter]} tokens{late}"
         case "waived":
-            return f"{line.model} used and not billed"
+            return f"{line.model} used and not billed{late}"
+        case "promo":
+            return "Paid with promo credit"
         case "carry_in":
             return "Fraction carried in from the month before"
+        case "credit":
+            return f"Credit: {line.note}"
 
 
 def summary(statement: Statement) -> list[tuple[str, str, str]]:
     """(name, 中文名, amount): the figures below the lines, in the order of a 对账单."""
-    rows = [
-        ("Opening balance", "期初余额", statement.opening_pico),
-        ("Top-ups", "充值", statement.topups_pico),
-        ("Consumption, exact (tax included)", "消费(含税)", statement.exact_pico),
-        ("Closing balance", "期末余额", statement.closing_pico),
-        ("Fraction carried in", "上期抹零结转", statement.carry_in_pico),
-        ("Fraction carried out", "抹零", statement.carry_out_pico),
+    if statement.kind == "credit_note":
+        rows = _totals(statement)
+    else:
+        moved = ((*MOVEMENT_NAMES[kind], statement.moved_pico(kind)) for kind in MOVEMENT_NAMES)
+        drawn = (
+            ("of it paid with promo credit", "赠金抵扣", statement.promo_pico),
+            ("of it drawn on credit", "信用支付", statement.on_credit_pico),
+        )
+        rows = [
+            ("Opening balance", "期初余额", statement.opening_pico),
+            ("Top-ups", "充值", statement.topups_pico),
+            *(row for row in moved if row[2]),
+            ("Consumption, exact (tax included)", "消费(含税)", statement.consumption_pico),
+            *(row for row in drawn if row[2]),
+            ("Closing balance", "期末余额", statement.closing_pico),
+            ("Fraction carried in", "上期抹零结转", statement.carry_in_pico),
+            ("Fraction carried out", "抹零", statement.carry_out_pico),
+            *_totals(statement),
+            ("Due", "应付金额", statement.due_pico),
+        ]
+    return [(name, chinese, format_amount(pico)) for name, chinese, pico in rows]
+
+
+def _totals(statement: Statement) -> list[tuple[str, str, int]]:
+    return [
         ("Net amount", "不含税金额", statement.net_pico),
         ("Tax", "税额", statement.tax_pico),
         ("Total billed", "价税合计", statement.billed_pico),
     ]
-    return [(name, chinese, format_amount(pico)) for name, chinese, pico in rows]
+
+
+def title(statement: Statement) -> str:
+    """What kind of document it is, in both languages."""
+    return "Credit note 贷项通知单" if statement.kind == "credit_note" else "Statement 对账单"
+
+
+def account_lines(statement: Statement) -> list[tuple[str, str, str, str]]:
+    """(date, what in both languages, reference, amount) of all that moved the balance beside consumption, by time."""
+    moved: list[tuple[int, str, TopupLine | Movement]] = [
+        (line.at_ms, "Refund 退款" if line.amount_pico < 0 else f"Top-up 充值 {line.provider}", line)
+        for line in statement.topups
+    ]
+    moved += [(line.at_ms, " ".join(MOVEMENT_NAMES[line.kind]), line) for line in statement.movements]
+    return [
+        (local_date(at_ms, statement.timezone), what, line.reference, format_amount(line.amount_pico))
+        for at_ms, what, line in sorted(moved, key=lambda item: item[0])
+    ]
 
 
 def heading(statement: Statement) -> list[tuple[str, str]]:
@@ -53,6 +100,7 @@ def heading(statement: Statement) -> list[tuple[str, str]]:
     party, zone_name = statement.party, statement.timezone
     first, last = statement.period_start_ms, statement.period_end_ms - 1
     return [
+        *([("For invoice 对应账单", statement.refers_to)] if statement.refers_to else []),
         ("Period 账期", f"{local_date(first, zone_name)} – {local_date(last, zone_name)} ({zone_name})"),
         ("Team 客户", party.name),
         ("Invoice title 发票抬头", party.invoice_title or ""),

@@ -10,7 +10,7 @@ from typing import Any
 
 import xlsxwriter
 
-from ledger.documents.wording import closing_notes, describe, heading, summary, unit_price
+from ledger.documents.wording import account_lines, closing_notes, describe, heading, summary, title, unit_price
 from ledger.money import PICO_PER_CENT, format_amount
 from ledger.statements import Statement
 
@@ -38,8 +38,8 @@ def write_xlsx(statement: Statement) -> bytes:
     for column, (_, width) in enumerate(_COLUMNS):
         sheet.set_column(column, column, width)
     row = _head(sheet, statement, bold)
-    for column, (title, _) in enumerate(_COLUMNS):
-        sheet.write_string(row, column, title, bold)
+    for column, (name, _) in enumerate(_COLUMNS):
+        sheet.write_string(row, column, name, bold)
     first = row + 1
     for row, line in enumerate(statement.lines, first):
         texts = (describe(line), line.model)
@@ -60,7 +60,7 @@ def write_xlsx(statement: Statement) -> bytes:
 
 
 def _head(sheet: Any, statement: Statement, bold: Any) -> int:
-    rows = [("Statement 对账单", statement.number or statement.state), *heading(statement)]
+    rows = [(title(statement), statement.number or statement.state), *heading(statement)]
     for row, (name, value) in enumerate(rows):
         sheet.write_string(row, 0, name, bold)
         sheet.write_string(row, 1, value)
@@ -68,7 +68,11 @@ def _head(sheet: Any, statement: Statement, bold: Any) -> int:
 
 
 def _figures(sheet: Any, statement: Statement, row: int) -> None:
-    rows = [(f"{name} {chinese}", f"{amount} {statement.currency}") for name, chinese, amount in summary(statement)]
+    rows = [
+        (f"{date} {what}", f"{amount} {statement.currency} · {reference}")
+        for date, what, reference, amount in account_lines(statement)
+    ]
+    rows += [(f"{name} {chinese}", f"{amount} {statement.currency}") for name, chinese, amount in summary(statement)]
     rows += [(f"{name} {chinese}", text) for name, chinese, text in closing_notes(statement)]
     for offset, (name, value) in enumerate(rows):
         sheet.write_string(row + offset, 0, name)
