@@ -10,7 +10,7 @@ import torch
 from backend.adaptive import StepCosts
 from backend.attention import Segment
 from backend.model import PackedModel
-from backend.sampling import Noise, Row, SamplingParams, draw
+from backend.sampling import Noise, Row, SamplingParams, draw, first_largest
 
 _CONTEXT = 96  # tokens before the measured ones: about where short chats are
 _BUDGET_S = 1.0  # a busy machine measures fewer sizes less often, and starts in time all the same
@@ -55,7 +55,7 @@ def _seconds(model: PackedModel, size: int, columns: int | None, clock: Callable
 
     def once() -> None:
         logits = model.logits(model.forward(tokens, segments))
-        logits[:, :columns].argmax(-1).tolist()
+        first_largest(logits[:, :columns]).tolist()
 
     if warm:
         once()

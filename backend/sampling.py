@@ -15,6 +15,7 @@ from torch import Tensor
 
 _CANDIDATES = 1024  # sorted first; the whole vocabulary is sorted only where these do not hold the nucleus
 _AT_ONCE = 2  # rows drawn at once on a CPU; the scratch of more is given back each time (24 rows: 27 ms, now 7)
+_BLOCK, _SMALLEST_BLOCK = 256, 32  # columns that are compared at once on a CPU
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipliers, signed
 
@@ -120,7 +121,7 @@ def _mix64(bits: Tensor) -> Tensor:
 def draw(logits: Tensor, rows: Sequence[Row], noise: Noise) -> Tensor:
     """int64 [rows]: the token each row draws. logits: [rows, columns] in any float type, not changed."""
     if all(row.params.greedy and row.untouched for row in rows):
-        columns = logits.argmax(-1)
+        columns = first_largest(logits)
     elif len(rows) > _AT_ONCE and logits.device.type == "cpu":
         starts = range(0, len(rows), _AT_ONCE)
         return torch.cat([draw(logits[i : i + _AT_ONCE], rows[i : i + _AT_ONCE], noise) for i in starts])
@@ -135,8 +136,24 @@ def draw(logits: Tensor, rows: Sequence[Row], noise: Noise) -> Tensor:
                 scores = scores.add_(gumbel)
             else:
                 scores[hot] += gumbel
-        columns = scores.argmax(-1)
+        columns = first_largest(scores)
     return columns if noise.token_ids is None else noise.token_ids[columns]
+
+
+def first_largest(scores: Tensor) -> Tensor:
+    """int64 [rows]: argmax over the columns, the first of equal ones.
+
+    On a CPU block by block: torch's own argmax is not vectorised there (24 rows of 49 152 in bfloat16: 4.3 ms, now .5).
+    """
+    rows, width = scores.shape
+    block = _BLOCK
+    while width % block:
+        block //= 2
+    if scores.device.type != "cpu" or block < _SMALLEST_BLOCK:
+        return scores.argmax(-1)
+    blocks = scores.reshape(rows, -1, block)
+    best = blocks.amax(-1).argmax(-1)
+    return best * block + blocks[torch.arange(rows), best].argmax(-1)
 
 
 def draw_in_place(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, noise: Noise) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.sampling import Noise, Row, SamplingParams, draw, logprobs_of, process
+from backend.sampling import Noise, Row, SamplingParams, draw, first_largest, logprobs_of, process
 from backend.speculate import accept, accepted_counts, best_lengths, closed_form_speedup, expected_tokens
 
 CPU = torch.device("cpu")
@@ -170,3 +170,15 @@ def test_lengths_follow_cost_and_acceptance_down_to_zero() -> None:
     good, bad = best_lengths([0.95, 0.05], [8, 8], 0, cheap, lambda tokens: 0.02 + 0.002 * tokens)
     assert good > 3
     assert bad <= 1
+
+
+@pytest.mark.parametrize("width", [40, 96, 512, 49_152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_the_largest_scores_wins_however_it_is_searched(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = torch.randint(0, 60, (7, width), generator=generator).to(dtype)  # full of ties
+    scores[3] = float("-inf")
+    scores[3, width - 1] = -5.0
+    wanted = [row.index(max(row)) for row in scores.tolist()]
+    assert first_largest(scores).tolist() == wanted
+    assert first_largest(scores[:, : width - 8]).tolist() == scores[:, : width - 8].argmax(-1).tolist()
