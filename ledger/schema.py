@@ -501,3 +501,44 @@ installation = _table(
     Column("name", Text, primary_key=True),  # "key_secret_fingerprint"
     Column("value", Text, nullable=False),
 )
+
+# Routes: what was set at run time, and what is known of how deployments do
+
+route_weights = _table(
+    "route_weights",
+    Column("team_id", Text, primary_key=True),  # '' = every team
+    Column("model", Text, primary_key=True),
+    Column("weights", Text, nullable=False),  # JSON: deployment → weight; a deployment that is not named has 0
+    Column("set_ms", Int, nullable=False),
+)
+
+acceptance_states = _table(
+    "acceptance_states",
+    Column("deployment", Text, primary_key=True),
+    Column("draft_model", Text, primary_key=True),
+    Column("state", Text, nullable=False),  # healthy | watch | wrong_draft
+    Column("draft_tokens", Int, nullable=False),  # of the window that the state was last judged by
+    Column("accepted_tokens", Int, nullable=False),
+    Column("since_ms", Int, nullable=False),
+    Column("seen_ms", Int, nullable=False),
+    CheckConstraint("state IN ('healthy', 'watch', 'wrong_draft')", name="state"),
+)
+
+deployment_samples = _table(
+    "deployment_samples",
+    Column("place", Text, primary_key=True),  # `backend` or an upstream's name
+    Column("minute_ms", Int, primary_key=True),
+    Column("draft_tokens", Int, nullable=False),  # of this minute, by the place's own metrics
+    Column("accepted_tokens", Int, nullable=False),
+    Column("samples", Integer, nullable=False),  # how often its utilisation was seen
+    Column("utilisation_permille", Int, nullable=False),  # the sum of what was seen
+)
+
+ramps = _table(
+    "ramps",
+    Column("model", Text, primary_key=True),
+    Column("state", Text, nullable=False),  # climbing | done | fallen_back
+    Column("share_percent", Integer, nullable=False),  # of the deployment that is ramped up
+    Column("step_ms", Int, nullable=False),
+    CheckConstraint("state IN ('climbing', 'done', 'fallen_back')", name="state"),
+)
