@@ -69,6 +69,9 @@ class Database:
                     f"{parsed.database} is damaged or no SQLite database ({error.orig}): restore it from a backup",
                     "storage.database",
                 ) from None
+            refusal = _refused_connection(error)
+            if refusal is not None:
+                raise Invalid(f"the database refuses the connection: {refusal}", "storage.database") from None
             raise
         return db
 
@@ -157,6 +160,13 @@ def is_connection_failure(error: BaseException) -> bool:
     return isinstance(error, (OperationalError, InterfaceError)) and any(w in str(error.orig) for w in _UNAVAILABLE)
 
 
+def _refused_connection(error: BaseException) -> str | None:
+    """What PostgreSQL says to a wrong user, password or database name, where waiting does not help; else None."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    sqlstate = str(getattr(cause, "sqlstate", None) or "")
+    return " ".join(str(cause).split())[:200] if sqlstate.startswith(("28", "3D")) else None
+
+
 def async_url(url: str) -> URL:
     """`sqlite:///path` or `postgresql://user:pw@host/db` with our drivers in it. Raises Invalid for anything else."""
     try:
@@ -199,7 +209,6 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
         "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
-        "temp_store=MEMORY",
         "cache_size=-16000",
         "journal_size_limit=67108864",
     ):
