@@ -7,7 +7,10 @@ What comes all the same (of a slot that was left out, or unknown to SQL) is bill
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -17,13 +20,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
 from ledger.audit import By
+from ledger.database import Database
 from ledger.errors import Invalid, NotFound
 from ledger.leases import HEARTBEAT_FRESH_MS
+from ledger.paging import Page, page
 from ledger.periods import is_month, next_period, period_bounds
 from ledger.posting_sql import UNBELIEVED
 from ledger.records import Settle, decode
 from ledger.schema import epochs, periods, seals, slots, suspense, teams
 
+POLL_S = 0.1
 MonthState = Literal["open", "closing", "closed"]
 
 
@@ -75,6 +81,55 @@ async def close_month(
     after = {"period": period, "timezone": timezone, "left_out": sorted(leave_out)}
     await audit.record(c, by, "month.close", "month", f"{period} {timezone}", after=after)
     return Month(period, timezone, "closed", closing_ms, by.at_ms)
+
+
+async def close_in_zones(
+    c: AsyncConnection, by: By, period: str, zones: Iterable[str], *, leave_out: Collection[str] = ()
+) -> list[Month]:
+    """One step in each zone. Where the month is not over yet it stays open, and the answer says until when."""
+    found = []
+    for timezone in zones:
+        end_ms = period_bounds(period, timezone)[1]
+        if by.at_ms < end_ms:
+            until = datetime.fromtimestamp(end_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            found.append(Month(period, timezone, "open", waiting_for=(f"{period} is not over there until {until}",)))
+        else:
+            found.append(await close_month(c, by, period, timezone, leave_out=leave_out))
+    return found
+
+
+async def close_patiently(
+    db: Database,
+    by: By,
+    period: str,
+    zones: Sequence[str],
+    *,
+    patience_s: float,
+    leave_out: Collection[str] = (),
+    progress: Callable[[str], None] = lambda words: None,
+) -> list[Month]:
+    """Steps until all that can be closed is, or `patience_s` is over. `progress` is told what is waited for."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        async with db.begin() as c:
+            found = await close_in_zones(c, by, period, zones, leave_out=leave_out)
+        closing = [month for month in found if month.state == "closing"]
+        if not closing or time.monotonic() > deadline:
+            return found
+        progress("; ".join(closing[0].waiting_for))
+        await asyncio.sleep(POLL_S)
+
+
+async def list_months(c: AsyncConnection, now_ms: int, *, cursor: str | None = None, limit: int = 100) -> Page[Month]:
+    """Those that are closing or closed, newest first."""
+    p = periods.c
+    query = select(periods).where(p.closing_ms.is_not(None) | (p.state == "closed"))
+    found = await page(c, query, [p.period, p.timezone], _row, cursor=cursor, limit=limit, newest_first=True)
+    return Page([await month_of(c, row.period, row.timezone, now_ms) for row in found.items], found.next_cursor)
+
+
+def _row(row: Any) -> Any:
+    return row
 
 
 async def month_of(c: AsyncConnection, period: str, timezone: str, now_ms: int) -> Month:

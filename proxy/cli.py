@@ -18,6 +18,7 @@ from proxy.commands import (
     finance,
     journal,
     keys,
+    months,
     prices,
     quotas,
     report,
@@ -55,6 +56,7 @@ def build_cli() -> typer.Typer:
     app.command("usage", epilog=EXAMPLE + "usage --team demo --group-by model,day")(usage.usage)
     app.command("request", epilog=EXAMPLE + "request 01a22d85-c718-7000-bc30-c16c7a5de7a7")(usage.request)
     app.add_typer(report.report, name="report")
+    app.add_typer(months.month, name="month")
     app.add_typer(finance.invoice, name="invoice")
     app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
     app.add_typer(journal.journal, name="journal", rich_help_panel="Roles")
@@ -104,6 +106,7 @@ def _explain(error: Exception) -> int:
         _write(f"{error.format_message()} (see --help)")
         return 2
     from ledger.errors import Invalid, LedgerError, LedgerUnavailable
+    from ledger.migrations import NotMigrated
     from ledger.money import MoneyError
     from proxy.commands.options import Fail
     from proxy.preflight import StartRefused
@@ -115,7 +118,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, Fail):
         _write(str(error))
         return error.code
-    if isinstance(error, StartRefused | Invalid | LedgerUnavailable | MoneyError):
+    if isinstance(error, StartRefused | Invalid | LedgerUnavailable | NotMigrated | MoneyError):
         _write(str(error))
         return 2
     if isinstance(error, LedgerError):

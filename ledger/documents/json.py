@@ -10,6 +10,8 @@ from ledger.documents.wording import describe, exchange_rate, local_time, unit_p
 from ledger.money import format_amount
 from ledger.statements import Line, Statement
 
+_TOTALS = ("exact", "carry_in", "billed", "carry_out", "net", "tax", "due")
+
 
 def write_json(statement: Statement) -> bytes:
     return msgspec.json.format(msgspec.json.encode(as_plain(statement)), indent=2) + b"\n"
@@ -18,7 +20,7 @@ def write_json(statement: Statement) -> bytes:
 def as_plain(statement: Statement) -> dict[str, Any]:
     """The statement as maps, lists, strings and integers, in the order in which one reads it."""
     zone = statement.timezone
-    amounts = "opening topups consumption promo exact on_credit carry_in billed carry_out due closing net tax".split()
+    amounts = ("opening", "topups", "consumption", "promo", "on_credit", "closing", *_TOTALS)
     return {
         "kind": statement.kind,
         "number": statement.number,

@@ -92,7 +92,7 @@ class _Route:
         if not endpoint.writes:
             async with db.read() as c:
                 return _response(endpoint.status, await endpoint.run(call(c)))
-        return await self._write(request, endpoint, caller, raw, call)
+        return await self._write(request, endpoint, caller, raw, by, body, call)
 
     async def _write(
         self,
@@ -100,10 +100,14 @@ class _Route:
         endpoint: Endpoint,
         caller: Caller,
         raw: bytes,
+        by: By,
+        body: Any,
         call: Callable[[AsyncConnection], Call],
     ) -> Response:
         """One transaction for the change and, with an Idempotency-Key, for its stored answer."""
         key = request.headers.get("idempotency-key")
+        if endpoint.prepare is not None:
+            await endpoint.prepare(self._database(), by, body)
         async with self._database().begin() as c:
             if key is None:
                 response = _response(endpoint.status, await endpoint.run(call(c)))

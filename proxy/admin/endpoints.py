@@ -95,6 +95,8 @@ class Endpoint:
     body: Any = None
     body_optional: bool = False
     status: int = 200
+    prepare: Callable[[Database, By, Any], Awaitable[None]] | None = None
+    """Given the body: what takes transactions of its own and comes before that of the call."""
     only_reads: bool = False
     """A POST that changes nothing: no write transaction, no stored answer."""
     media_types: tuple[str, ...] = field(default=("application/json",))

@@ -6,16 +6,22 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ledger import invoices, teams
+from ledger import invoices, months, teams
+from ledger.audit import By
+from ledger.credit_notes import credit_invoice
+from ledger.database import Database
 from ledger.documents import file_name, format_named
+from ledger.errors import Conflict, Invalid
 from ledger.invoices import Invoice
-from ledger.money import format_amount
+from ledger.money import format_amount, parse_amount
 from ledger.statements import Statement
 from proxy.admin.endpoints import EVERYONE, FINANCE, Call, Document, Endpoint, Listing, Paging, Strict
 from proxy.admin.times import iso, required_iso
 
 Month = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="YYYY-MM")]
 FormatName = Literal["xlsx", "pdf", "csv", "json", "focus"]
+CLOSE_PATIENCE_S = 5.0
+"""Running slots seal within a second; requests of the month that still run may take longer than anybody waits here."""
 MEDIA_TYPES = (
     "text/csv",
     "application/json",
@@ -34,14 +40,25 @@ class ExportQuery(Strict, frozen=True, kw_only=True):
 
 
 class NewInvoice(Strict, frozen=True, kw_only=True):
-    """Finalizes the month of a team: number, hash, immutable bytes. The same month again gives the same invoice."""
+    """Finalizes the month of a team: number, hash, immutable bytes. The same month again gives the same invoice.
+
+    A month that is not closed is closed first, for all teams of that time zone."""
 
     team_id: str
     month: Month
 
 
+class NewCreditNote(Strict, frozen=True, kw_only=True):
+    """Whole cents or fen off an invoice. The same reference again gives the same note."""
+
+    amount: str
+    reference: str
+    reason: str
+
+
 class InvoiceAnswer(msgspec.Struct, frozen=True):
-    """`billed` is in whole fen or cents; carry_in + exact = billed + carry_out."""
+    """`billed` is in whole fen or cents, and so is `due`, what is left to be paid of it. A credit note's `billed` is
+    negative, and its `due` what it takes off that of the invoice it refers to."""
 
     id: str
     number: str | None
@@ -60,6 +77,7 @@ class InvoiceAnswer(msgspec.Struct, frozen=True):
     refers_to: str | None
     created_at: str
     finalized_at: str | None
+    due: str
 
     @classmethod
     def of(cls, invoice: Invoice) -> InvoiceAnswer:
@@ -81,6 +99,7 @@ class InvoiceAnswer(msgspec.Struct, frozen=True):
             invoice.refers_to,
             required_iso(invoice.created_ms),
             iso(invoice.finalized_ms),
+            format_amount(invoice.due_pico),
         )
 
 
@@ -101,6 +120,25 @@ async def create(call: Call) -> InvoiceAnswer:
     body: NewInvoice = call.body
     team = await teams.find_team(call.c, body.team_id)
     return InvoiceAnswer.of(await invoices.finalize(call.c, team.id, body.month, call.by))
+
+
+async def close_first(db: Database, by: By, body: NewInvoice) -> None:
+    """Closes the month unless it is closed. Raises Invalid while it is not over, Conflict while it cannot be closed."""
+    async with db.read() as c:
+        zone = (await teams.find_team(c, body.team_id)).timezone
+        if await months.is_closed(c, body.month, zone):
+            return
+    (month,) = await months.close_patiently(db, by, body.month, [zone], patience_s=CLOSE_PATIENCE_S)
+    if month.state == "open":
+        raise Invalid("; ".join(month.waiting_for), "month")
+    if month.state == "closing":
+        raise Conflict(f"{body.month} cannot be closed yet: {'; '.join(month.waiting_for)}")
+
+
+async def credit(call: Call) -> InvoiceAnswer:
+    body: NewCreditNote = call.body
+    amount, terms = parse_amount(body.amount), {"reference": body.reference, "reason": body.reason}
+    return InvoiceAnswer.of(await credit_invoice(call.c, call.by, call.path["invoice"], amount, **terms))
 
 
 async def get(call: Call) -> InvoiceAnswer:
@@ -144,10 +182,30 @@ ENDPOINTS = [
         media_types=MEDIA_TYPES,
     ),
     Endpoint("GET", "/invoices", "List invoices", list_, Listing[InvoiceAnswer], EVERYONE, query=InvoiceFilter),
-    Endpoint("POST", "/invoices", "Finalize a month", create, InvoiceAnswer, FINANCE, body=NewInvoice, status=201),
+    Endpoint(
+        "POST",
+        "/invoices",
+        "Finalize a month",
+        create,
+        InvoiceAnswer,
+        FINANCE,
+        body=NewInvoice,
+        status=201,
+        prepare=close_first,
+    ),
     Endpoint("POST", "/invoices/{invoice}/finalize", "Confirm an invoice", finalize, InvoiceAnswer, FINANCE),
     Endpoint("POST", "/invoices/{invoice}/pay", "Mark an invoice as paid", pay, InvoiceAnswer, FINANCE),
     Endpoint("POST", "/invoices/{invoice}/void", "Void an invoice", void, InvoiceAnswer, FINANCE),
+    Endpoint(
+        "POST",
+        "/invoices/{invoice}/credit-notes",
+        "Credit an invoice",
+        credit,
+        InvoiceAnswer,
+        FINANCE,
+        body=NewCreditNote,
+        status=201,
+    ),
     Endpoint(
         "GET",
         "/invoices/{invoice}.{format}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, invoices, keys, prices, proof, quotas, report, teams, tokens, usage
+from proxy.admin import audit, invoices, keys, months, prices, proof, quotas, report, teams, tokens, usage
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -12,6 +12,7 @@ ENDPOINTS: list[Endpoint] = [
     *prices.ENDPOINTS,
     *usage.ENDPOINTS,
     *report.ENDPOINTS,
+    *months.ENDPOINTS,
     *invoices.ENDPOINTS,
     *proof.ENDPOINTS,
     *audit.ENDPOINTS,

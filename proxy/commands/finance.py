@@ -20,6 +20,8 @@ from proxy.commands.options import (
     LimitOption,
     ReasonOption,
     act,
+    by_operator,
+    ledger_of,
     print_json,
     print_listing,
     print_record,
@@ -33,6 +35,7 @@ from proxy.commands.options import (
 if TYPE_CHECKING:
     from ledger.database import Database
     from ledger.verify import Report
+    from proxy.admin.invoices import NewInvoice
     from proxy.settings import Settings
 
 invoice = typer.Typer(no_args_is_help=True, help="Invoices: drafts, finalized ones, and documents of both.")
@@ -99,11 +102,19 @@ def finalize(
     data_dir: DataDirOption = HERE,
     json_: JsonOption = False,
 ) -> None:
-    """Number and freeze a month that is over. Again: the same invoice."""
+    """Number and freeze a month that is over; it is closed first if it is not. Again: the same invoice."""
     from proxy.admin import invoices
 
-    body = _checked(invoices.NewInvoice, {"team_id": team, "month": month})
-    print_record(act(settings_of(config, data_dir), invoices.create, body=body, reason=reason, writes=True), json_)
+    body, settings = _checked(invoices.NewInvoice, {"team_id": team, "month": month}), settings_of(config, data_dir)
+    run(_close_first(settings, body, reason))
+    print_record(act(settings, invoices.create, body=body, reason=reason, writes=True), json_)
+
+
+async def _close_first(settings: Settings, body: NewInvoice, reason: str | None) -> None:
+    from proxy.admin import invoices
+
+    async with ledger_of(settings) as db:
+        await invoices.close_first(db, by_operator(reason), body)
 
 
 @invoice.command("pay", epilog="Example: tallygate invoice pay inv_0jdz…")
@@ -134,6 +145,25 @@ def void(
 
     path, settings = {"invoice": invoice}, settings_of(config, data_dir)
     print_record(act(settings, invoices.void, reason=reason, writes=True, path=path), json_)
+
+
+@invoice.command("credit", epilog='Example: tallygate invoice credit inv_0jdz… 5.00 --reference c1 --reason "outage"')
+def credit(
+    invoice: InvoiceArgument,
+    amount: Annotated[str, typer.Argument(help="Whole cents or fen, in the invoice's currency.")],
+    reference: Annotated[str, typer.Option(help="Yours, once for each invoice: again gives the same note.")],
+    reason: Annotated[str, typer.Option(help="Why; stands on the credit note.")],
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    json_: JsonOption = False,
+) -> None:
+    """Issue a credit note for part or all of an invoice."""
+    from proxy.admin import invoices
+
+    body = _checked(invoices.NewCreditNote, {"amount": amount, "reference": reference, "reason": reason})
+    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    note = act(settings, invoices.credit, reason=reason, writes=True, path=path, body=body)
+    print_record(note, json_)
 
 
 def verify(

@@ -197,6 +197,7 @@ COMMANDS = [
     *("team create", "team list", "team show", "team set", "quota set", "quota list"),
     *("key create", "key list", "key rotate", "key block", "key unblock", "key delete"),
     *("invoice export", "invoice list", "invoice finalize", "invoice pay", "invoice void"),
+    *("invoice credit", "month close", "month list"),
     *("price publish", "price list", "fx set", "fx list"),
     *("admin-token create", "admin-token list", "admin-token revoke"),
 ]
