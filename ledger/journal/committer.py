@@ -152,9 +152,11 @@ class Committer:
             self._overdue = True
         try:
             self._files.write_all(segment.fd, data, segment.offset)
+            segment.offset = group.end
+            segment.zero_ahead(self._files)
         except OSError as error:
+            segment.offset = group.end
             self._break(error)
-        segment.offset = group.end
 
     # what the thread does, one job at a time
 

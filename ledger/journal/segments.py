@@ -12,6 +12,8 @@ from ledger.journal.files import Files
 from ledger.journal.format import DATA_START, HEADER_BYTES, Header, decode_header, encode_header
 
 SEGMENT_BYTES = 64 << 20
+ZERO_STEP_BYTES = 256 << 10
+ZERO_MARGIN_BYTES = 64 << 10
 _NAME = re.compile(r"(\d{6,})\.seg")
 SPARE_NAME = "spare"
 """A pre-allocated file that becomes the next segment by renaming."""
@@ -39,10 +41,25 @@ class Segment:
         self.fd = fd
         self.offset = offset
         self.size = size
+        self.zeroed = offset
+        """Up to here the file was written, with frames or with zeros; beyond, its blocks are only reserved."""
 
     @property
     def room(self) -> int:
         return self.size - self.offset
+
+    def zero_ahead(self, files: Files) -> None:
+        """Write zeros before the frames get there. OSError.
+
+        To sync bytes in blocks that were reserved and never written, the file system must commit its own journal, and
+        with it what other files have there: each settlement would wait for the database's writes (ext4: a fifth fewer
+        requests a second, and three times the p99). A sync of bytes that overwrite others has nothing to do with them.
+        """
+        if self.offset > self.zeroed - ZERO_MARGIN_BYTES and self.zeroed < self.size:
+            start = max(self.zeroed, self.offset)
+            end = min(start + ZERO_STEP_BYTES, self.size)
+            files.write_all(self.fd, bytes(end - start), start)
+            self.zeroed = end
 
 
 def prepare_spare(files: Files, epoch_dir: Path, size: int) -> None:
@@ -65,15 +82,16 @@ def create_segment(files: Files, epoch_dir: Path, header: Header, size: int, dat
         files.write_all(fd, encode_header(header), 0)
         if data:
             files.write_all(fd, data, DATA_START)
+        segment = Segment(header.segment, epoch_dir / segment_name(header.segment), fd, DATA_START + len(data), size)
+        segment.zero_ahead(files)
         files.sync_data(fd)
-        path = epoch_dir / segment_name(header.segment)
-        files.rename(spare, path)
+        files.rename(spare, segment.path)
         files.sync_directory(epoch_dir)
     except OSError:
         files.close(fd)
         remove_spare(files, epoch_dir)  # a later try must not find half of this one's frames
         raise
-    return Segment(header.segment, path, fd, DATA_START + len(data), size)
+    return segment
 
 
 def first_kept(epoch_dir: Path) -> int:
