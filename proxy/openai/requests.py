@@ -29,6 +29,7 @@ _MEDIA_TOKENS = 4_096
 _MEDIA_MARK = re.compile(rb'"(?:image_url|input_audio|file)"')
 """Without one a prompt has no media, unless an escape spells it. It begins with one certain byte: that scans fast."""
 _ESCAPE = b"\\u00"
+_EMPTY = re.compile(rb"\[\s*\]")
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -98,7 +99,7 @@ def parse_chat(body: bytes) -> Call:
     request = _read_head(
         fields, "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user"
     )
-    if messages[1:-1].strip() == b"":
+    if _EMPTY.fullmatch(messages):
         raise invalid("`messages` is empty: send at least one message.", "messages")
     newer = request.max_completion_tokens is not None
     if newer and request.max_tokens is not None:  # which of them an upstream obeys cannot be known, so nor what to hold
@@ -172,11 +173,12 @@ def _fields(body: bytes) -> Fields:
         raise invalid(f"The request body is not valid JSON: {error}.") from None
 
 
-def _prompt(fields: Fields, name: str, begins: bytes, default: bytes | None = None) -> bytes:
+def _prompt(fields: Fields, name: str, begins: bytes, default: bytes | None = None) -> memoryview:
     """The field that holds the prompt, as it was written. begins: the first bytes that its type may have."""
-    raw = bytes(fields[name]) if name in fields else default
-    if raw is None:
+    found = fields.get(name, default)
+    if found is None:
         raise invalid(f"The field `{name}` is required.", name)
+    raw = memoryview(found)
     if raw[:1] not in begins:
         kinds = " or ".join({"[": "an array", '"': "a string"}[kind] for kind in begins.decode())
         raise invalid(f"Wrong type at `{name}`: expected {kinds}.", name)
@@ -193,7 +195,7 @@ def _read_head(fields: Fields, *names: str) -> _Head:
         raise invalid(f"The request body is not valid JSON: {error}.") from None
 
 
-def _prompts(prompt: bytes) -> int:
+def _prompts(prompt: memoryview) -> int:
     """How many prompts a completion has; token ids are one."""
     if prompt[:1] == b'"':
         return 1
