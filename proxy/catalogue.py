@@ -37,6 +37,7 @@ class Catalogue:
 
     def __init__(self, routes: Mapping[str, Route], upstreams: Mapping[str, Upstream]) -> None:
         self._routes = routes
+        self._others = {name: item for name, item in upstreams.items() if not item.is_backend}
         self._backend = next((item for item in upstreams.values() if item.is_backend), None)
         self._trouble: str | None = "not asked yet" if self._backend is not None else None
         self._weights: dict[str, _Weights] = {}
@@ -69,7 +70,8 @@ class Catalogue:
         return None
 
     def degraded(self) -> list[str]:
-        return [] if self._trouble is None else [f"backend: {self._trouble}"]
+        own = [] if self._trouble is None else [f"backend: {self._trouble}"]
+        return own + [f"{name}: its health check fails" for name, item in self._others.items() if not item.up]
 
     def any_deployment_up(self) -> bool:
         return any(self._up(item) for route in self._routes.values() for item in (*route.deployments, *route.fallbacks))
@@ -105,4 +107,4 @@ class Catalogue:
         return {"weights": known.weights, "drafts": {name: known.drafts.get(name) for name in drafts}}
 
     def _up(self, deployment: Deployment) -> bool:
-        return not deployment.upstream.is_backend or self._trouble is None
+        return self._trouble is None if deployment.upstream.is_backend else deployment.upstream.up

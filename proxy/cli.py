@@ -23,6 +23,7 @@ from proxy.commands import (
     quotas,
     report,
     roles,
+    routes,
     serve,
     teams,
     tokens,
@@ -57,6 +58,7 @@ def build_cli() -> typer.Typer:
     app.command("request", epilog=EXAMPLE + "request 01a22d85-c718-7000-bc30-c16c7a5de7a7")(usage.request)
     app.add_typer(report.report, name="report")
     app.add_typer(months.month, name="month")
+    app.add_typer(routes.route, name="route")
     app.add_typer(finance.invoice, name="invoice")
     app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
     app.add_typer(journal.journal, name="journal", rich_help_panel="Roles")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import TypeVar
 
 import structlog
@@ -53,6 +53,7 @@ from proxy.openai.errors import (
 )
 from proxy.openai.plain import NoAnswer
 from proxy.openai.requests import prompt_text
+from proxy.openai.unstreamed import Unstreamed, is_unstreamed
 from proxy.openai.usage import Counts
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
@@ -144,7 +145,7 @@ class Gateway:
     async def _admit(self, request: Request, receive: Receive, reply: Reply) -> None:
         call, principal = request.call, request.principal
         sticky_key = request.route.sticky_key(principal.team_id, principal.key_id, call.end_user)
-        candidates = request.route.candidates(sticky_key, request.at_ms)
+        candidates = request.route.candidates(sticky_key, request.at_ms, principal.team_id, request.named_draft)
         if not candidates:
             raise no_deployment_available(call.model, request.route.rest_ms(request.at_ms))
         ticket = await self._limiter.admit(principal, call.model, call.end_user, call.estimated_tokens)
@@ -176,7 +177,9 @@ class Gateway:
     async def _forward(self, run: Run, candidates: list[Deployment]) -> None:
         """Ask one deployment after the other until one begins to answer."""
         failure: UpstreamFailed | None = None
-        for deployment in candidates:
+        for deployment, tries in _attempts(candidates):
+            if tries > 1 and not await _worth_another_try(run, deployment, failure, tries):
+                continue
             run.deployment = deployment
             run.attempts += 1
             patience = deployment.upstream.patience
@@ -193,6 +196,7 @@ class Gateway:
                     await self._answer(run, deployment, patience, slot)
             except Refusal:  # its queue is full, or was too slow: it was not asked
                 run.attempts -= 1
+                failure = None
                 if deployment is candidates[-1]:
                     raise
             except UpstreamFailed as error:
@@ -227,7 +231,7 @@ class Gateway:
         if traceparent is not None:
             headers += b"traceparent: %b\r\n" % traceparent
         speculation = request.speculation
-        run.draft_model = None
+        run.draft_model = deployment.draft
         if deployment.speculates:
             headers += b"x-speculative-decoding: %b\r\n" % speculation.mode.encode()
             headers += b"x-tallygate-team: %b\r\n" % request.principal.team_id.encode()  # its queue is fair among teams
@@ -280,9 +284,12 @@ class Gateway:
         """Whether it broke off after the client had seen its beginning. Raises UpstreamFailed before that."""
         call = run.request.call
         reader = run.dialect.reader(run.request.id, call)
-        if deployment.upstream.counting.needs_text:
-            reader.keep_text()
         answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
+        if not run.dialect.native and is_unstreamed(answer):
+            answer = Unstreamed(answer)
+            reader.is_whole = True
+        if deployment.upstream.counting.needs_text or reader.is_whole:
+            reader.keep_text()
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:
             await relay.open()
@@ -314,7 +321,9 @@ class Gateway:
         tokens = measured(
             told,
             prompt_tokens=lambda: counting.prompt_tokens(prompt_text(request.call.fields)),
-            generated_tokens=lambda: counting.answer_tokens(reader.text(), reader.delivered_deltas),
+            generated_tokens=lambda: counting.answer_tokens(
+                reader.text(), None if reader.is_whole else reader.delivered_deltas
+            ),
             reason="no_usage" if ending.how == "done" else ending.how,
             absurd=reader.absurd,
             unreported=reader.unreported,
@@ -357,7 +366,7 @@ class Gateway:
         deployment = run.deployment
         assert deployment is not None
         if told is not None:
-            run.draft_model = told.draft_model
+            run.draft_model = told.draft_model or deployment.draft
         price = deployment.price
         outcome = Outcome(
             status,
@@ -386,6 +395,23 @@ class Gateway:
             await reply.end(dialect.error_event(error))
         else:
             await reply.whole(error.status, dialect.error_body(error), [JSON, *error.headers()])
+
+
+def _attempts(candidates: list[Deployment]) -> Iterator[tuple[Deployment, int]]:
+    """Each deployment as often as it may be tried, with the number of the try."""
+    for deployment in candidates:
+        for tries in range(1, deployment.upstream.retries.times + 2):
+            yield deployment, tries
+
+
+async def _worth_another_try(run: Run, deployment: Deployment, failure: UpstreamFailed | None, tries: int) -> bool:
+    """Waits as long as is due first. failure: of the last try; None: it was not asked. Raises Interrupted."""
+    pause_s = None if failure is None else deployment.upstream.retries.pause_s(failure, tries - 1)
+    if pause_s is None:
+        return False
+    run.watch.restart(_QUEUE_S)
+    await run.watch.wait(asyncio.sleep(pause_s), "quiet", _QUEUE_S)
+    return True
 
 
 async def _in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], seconds: float) -> T:

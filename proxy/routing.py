@@ -9,13 +9,15 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal
 
 from ledger.money import PICO_PER_UNIT, TOKENS_PER_PRICE
 from proxy.counting import counting_of
 from proxy.settings import Model, Price, Settings
 from proxy.settings_checks import BACKEND
-from proxy.upstream import Kind, Patience, Upstream
+from proxy.upstream import Kind, Patience, Retries, Upstream
 
+Draft = str | Literal[False] | None
 FAILURES_BEFORE_PAUSE = 3
 FIRST_PAUSE_MS = 2_000
 LONGEST_PAUSE_MS = 30_000
@@ -78,6 +80,8 @@ class Deployment:
     model: str
     weight: int
     price: ProviderPrice | None = None
+    draft: str | None = None
+    """The draft that it always speculates with, where it has one of its own."""
     fitness: Fitness = field(default_factory=Fitness, compare=False)
 
     @property
@@ -97,32 +101,60 @@ class Route:
     deployments: tuple[Deployment, ...]
     fallbacks: tuple[Deployment, ...]
     drafts: frozenset[str]
+    set_weights: dict[str | None, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """What was set at run time, for a team (or None: for all that have none of their own), beside `deployments`."""
 
-    def choose(self, sticky_key: str | None) -> Deployment:
-        """The deployment of a sticky key: the same on every host and after every restart, split by weight."""
+    def weights(self, team_id: str | None = None) -> tuple[int, ...]:
+        """Those in force for a team, in the order of `deployments`."""
+        found = self.set_weights
+        if found:
+            weights = found.get(team_id) or found.get(None)
+            if weights is not None:
+                return weights
+        return tuple(item.weight for item in self.deployments)
+
+    def choose(self, sticky_key: str | None, team_id: str | None = None, draft: Draft = None) -> Deployment:
+        """The deployment of a sticky key: the same on every host and after every restart, split by weight.
+
+        draft: one that the client named, or False: it wants none. Counts where deployments have drafts of their own.
+        """
         if len(self.deployments) == 1:
             return self.deployments[0]
-        total = sum(deployment.weight for deployment in self.deployments)
+        weights = self.weights(team_id)
+        if draft is not None:
+            weights = self._suited(weights, draft)
         point = random.random() if sticky_key is None else _fraction(f"{self.model}\0{sticky_key}")
-        point *= total
-        for deployment in self.deployments:
-            point -= deployment.weight
+        point *= sum(weights)
+        for deployment, weight in zip(self.deployments, weights, strict=True):
+            point -= weight
             if point < 0:
                 return deployment
         return self.deployments[-1]
 
-    def candidates(self, sticky_key: str | None, now_ms: int) -> list[Deployment]:
+    def candidates(
+        self, sticky_key: str | None, now_ms: int, team_id: str | None = None, draft: Draft = None
+    ) -> list[Deployment]:
         """Who may be asked, in order: the chosen one, the fall-backs, the other deployments. Left out are those that
         rest or are known to be down; one that asked to be left alone comes last. Empty: nobody can answer now."""
-        chosen = self.choose(sticky_key)
+        chosen = self.choose(sticky_key, team_id, draft)
         if len(self.deployments) == 1 and not self.fallbacks:
             return [chosen] if chosen.fit(now_ms) else []
         ordered = [chosen]
-        for other in (*self.fallbacks, *(item for item in self.deployments if item.weight)):
+        weighted = (item for item, weight in zip(self.deployments, self.weights(team_id), strict=True) if weight)
+        for other in (*self.fallbacks, *weighted):
             if other not in ordered:
                 ordered.append(other)
         fit = [item for item in ordered if item.fit(now_ms)]
         return sorted(fit, key=lambda item: item.fitness.busy_until_ms > now_ms)
+
+    def _suited(self, weights: tuple[int, ...], draft: str | Literal[False]) -> tuple[int, ...]:
+        """The weights of those that have the draft (or none) alone; all, where no deployment has drafts of its own."""
+        own = draft or None
+        suited = [item.draft == own for item in self.deployments]
+        if not any(suited) or all(suited):
+            return weights
+        kept = tuple(weight if suits else 0 for weight, suits in zip(weights, suited, strict=True))
+        return kept if any(kept) else tuple(map(int, suited))
 
     def rest_ms(self, now_ms: int) -> int:
         """How long until the first of them may be asked again."""
@@ -153,6 +185,8 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             max_concurrency=item.max_concurrency,
             native=frozenset(item.native),
             counting=counting_of(item.tokenizer),
+            retries=Retries(item.retries, frozenset(item.retry_on)),
+            metrics_path=item.metrics,
         )
         for name, item in settings.upstreams.items()
     }
@@ -164,6 +198,7 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             Patience(),
             max_concurrency=settings.backend.max_batch,
             is_backend=True,
+            metrics_path="/metrics",
         )
     return upstreams
 
@@ -173,17 +208,24 @@ def build_routes(settings: Settings, upstreams: dict[str, Upstream]) -> dict[str
     return {name: _route(name, model, settings, upstreams) for name, model in settings.models.items()}
 
 
-def _route(name: str, model: Model, settings: Settings, upstreams: dict[str, Upstream]) -> Route:
+def deployment_names(name: str, model: Model) -> list[str]:
+    """What the deployments of a model are called, in order."""
     places = [item.to for item in model.deployments]
+    return [item.to if places.count(item.to) == 1 else f"{item.to}/{item.model or name}" for item in model.deployments]
+
+
+def _route(name: str, model: Model, settings: Settings, upstreams: dict[str, Upstream]) -> Route:
+    names = deployment_names(name, model)
     deployments = tuple(
         Deployment(
-            item.to if places.count(item.to) == 1 else f"{item.to}/{item.model or name}",
+            names[index],
             upstreams[item.to],
             item.model or name,
             item.weight,
             _provider_price(item.cost, settings),
+            item.draft,
         )
-        for item in model.deployments
+        for index, item in enumerate(model.deployments)
     )
     by_place = {item.upstream.name: item for item in reversed(deployments)}
     fallbacks = tuple(by_place.get(place) or Deployment(place, upstreams[place], name, 0) for place in model.fallback)

@@ -13,7 +13,7 @@ from proxy.metering import Settled
 from proxy.openai.dialects import Dialect
 from proxy.openai.requests import Call
 from proxy.openai.usage import acceptance_rate
-from proxy.routing import Deployment, Route
+from proxy.routing import Deployment, Draft, Route
 from proxy.watch import Watch
 
 DEFAULT_PLAIN_OUTPUT_TOKENS = 16_384
@@ -36,6 +36,13 @@ class Request:
     headers: dict[bytes, bytes]
     once: tuple[str, str] | None = None
     """Its Idempotency-Key and the hash of its body."""
+
+    @property
+    def named_draft(self) -> Draft:
+        """The draft that the client itself asked for, False where it wants none, None where it leaves that to us."""
+        if self.speculation.mode == "disabled":
+            return False
+        return self.speculation.draft if b"x-draft-model" in self.headers else None
 
     @property
     def output_limit(self) -> int:

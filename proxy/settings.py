@@ -82,6 +82,14 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         return (self.url or f"http://{self.host}:{self.port or 8001}/v1").rstrip("/")
 
 
+class HealthCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A GET of the server's own path: two failures in a row take the place out of its routes, one success in."""
+
+    path: str = "/health"
+    interval_s: Seconds = 5.0
+    timeout_s: Seconds = 2.0
+
+
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     api_key: str | None = None
@@ -94,6 +102,13 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     read_timeout_s: Seconds = 120.0
     max_concurrency: AtLeastOne = 64
     tokenizer: str | None = None
+    retries: Annotated[int, msgspec.Meta(ge=0, le=5)] = 0
+    """How often the same place is asked again before the first byte, before the next one is."""
+    retry_on: tuple[Literal["connect", "busy", "broken"], ...] = ("connect", "busy")
+    """`broken` (5xx, nonsense, a reset) may have cost a generation already."""
+    health_check: HealthCheck | None = None
+    metrics: str | None = None
+    """The path of its Prometheus metrics, below the server's root: acceptance and utilisation are read there."""
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +131,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     weight: Annotated[int, msgspec.Meta(ge=0)] = 100
     cost: Price | None = None
     """What the provider charges us."""
+    draft: str | None = None
+    """The draft that it always speculates with; requests that name this draft go there."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,12 @@ def _check_places(settings: Settings, complain: Complain) -> None:
         _check_url(f"upstreams.{name}.base_url", upstream.base_url, complain, is_base=True)
         if upstream.api_key is not None and not (upstream.api_key.isascii() and upstream.api_key.isprintable()):
             complain(f"upstreams.{name}.api_key", "must be one line of ASCII characters")
+        check = upstream.health_check
+        for what, path in (("health_check.path", check.path if check else None), ("metrics", upstream.metrics)):
+            if path is not None and not (
+                path.startswith("/") and path.isascii() and path.isprintable() and " " not in path
+            ):
+                complain(f"upstreams.{name}.{what}", f"must be a path that begins with /, got {path!r}")
     if settings.backend is not None and settings.backend.url is not None:
         _check_url("backend.url", settings.backend.url, complain, is_base=True)
     if settings.admin_token is not None and len(settings.admin_token) < 16:
@@ -135,6 +141,11 @@ def _check_drafts(settings: Settings, path: str, model: Model, complain: Complai
         if local and backend is not None and draft not in backend.drafts:
             known = ", ".join(backend.drafts) or "none"
             complain(f"{path}.drafts[{index}]", f"the backend has no draft {draft!r}; backend.drafts has: {known}")
+    for index, deployment in enumerate(model.deployments):
+        if deployment.draft is not None and deployment.draft not in model.drafts:
+            allowed = ", ".join(model.drafts) or "none"
+            message = f"{deployment.draft!r} is not among the drafts of this model: {allowed}"
+            complain(f"{path}.deployments[{index}].draft", message)
     if model.default_draft is not None and model.default_draft not in model.drafts:
         allowed = ", ".join(model.drafts) or "none"
         complain(f"{path}.default_draft", f"{model.default_draft!r} is not among the drafts of this model: {allowed}")

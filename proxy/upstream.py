@@ -18,6 +18,9 @@ from proxy.counting import Counting, RulesOfThumb
 from proxy.http1 import ConnectFailed, ConnectionLost, ConnectTimedOut, Origin, Response
 from proxy.openai.errors import ApiError, upstream_error, upstream_timeout
 
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 1.0
+"""A place that wants to be left alone for longer is left: the next deployment is asked."""
 MAX_ANSWER_BYTES = 256 * 2**20
 _PASSED_THROUGH = frozenset({400, 404, 413, 422, 429})
 _RETRY_HEADERS = (b"retry-after", b"retry-after-ms", b"x-should-retry")
@@ -60,6 +63,22 @@ class Patience:
     total: float = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often the same place is asked again, and after which failures; never once a byte of an answer has come."""
+
+    times: int = 0
+    kinds: frozenset[Kind] = frozenset()
+
+    def pause_s(self, failure: UpstreamFailed, tries: int) -> float | None:
+        """How long to wait before the next try; None when there is none. tries: made so far."""
+        if tries > self.times or failure.kind not in self.kinds:
+            return None
+        own = FIRST_RETRY_S * 2 ** (tries - 1)
+        wanted = own if failure.pause_ms is None else failure.pause_ms / 1000
+        return wanted if wanted <= LONGEST_RETRY_S else None
+
+
 class Upstream:
     """An OpenAI-compatible server under one base URL (which includes `/v1`)."""
 
@@ -74,6 +93,8 @@ class Upstream:
         is_backend: bool = False,
         native: frozenset[str] = frozenset(),
         counting: Counting | None = None,
+        retries: Retries = Retries(),
+        metrics_path: str | None = None,
     ) -> None:
         url = urlsplit(base_url)
         tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -85,6 +106,8 @@ class Upstream:
         self.counting = counting or RulesOfThumb()
         self.native = native
         """Dialects beside chat completions that it speaks itself."""
+        self.retries = retries
+        self.metrics_path = metrics_path
         self.up = True
         """False while its health check fails; nobody is sent there."""
         self._origin = Origin(host, port, tls, patience.connect)

@@ -28,8 +28,10 @@ from policies.counters.rules import Counters
 from policies.quotas import Limiter
 from proxy.auth import Keyring
 from proxy.catalogue import Catalogue
+from proxy.checking import keep_checking
 from proxy.gateway import Gateway
 from proxy.metrics import Metrics
+from proxy.overrides import RouteFeed
 from proxy.routing import build_routes, build_upstreams
 from proxy.secrets import key_secret
 from proxy.settings import Settings
@@ -67,6 +69,7 @@ class Worker:
         self.db: Database | None = None
         self.gate: Gate | None = None
         self.keyring: Keyring | None = None
+        self.route_feed: RouteFeed | None = None
         self.gateway: Gateway | None = None
         self._embed_poster = embed_poster
         self.refused: str | None = None
@@ -82,6 +85,9 @@ class Worker:
         await self._try_to_open()
         self._start(self._tend())
         self._start(self.catalogue.keep_current())
+        for name, item in self.settings.upstreams.items():
+            if item.health_check is not None:
+                self._start(keep_checking(self.upstreams[name], item.health_check))
 
     async def close(self) -> None:
         """Wait for open requests, give back every lease, end the journal."""
@@ -155,6 +161,7 @@ class Worker:
             self.refused = str(error)
             raise
         self.keyring = Keyring(self.db, KeyHasher(key_secret(settings)))
+        self.route_feed = RouteFeed(self.db, self.routes)
         await self._refresh()
         self.gateway = Gateway(
             keyring=self.keyring,
@@ -186,9 +193,11 @@ class Worker:
     async def _refresh(self) -> None:
         """Follow the change feed: keys here, money in the gate."""
         assert self.keyring is not None
+        assert self.route_feed is not None
         assert self.gate is not None
         try:
             await self.keyring.refresh()
+            await self.route_feed.refresh()
             await self.gate.refresh()
             self._refreshed_at = time.monotonic()
         except LedgerError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, invoices, keys, months, prices, proof, quotas, report, teams, tokens, usage
+from proxy.admin import audit, invoices, keys, months, prices, proof, quotas, report, routes, teams, tokens, usage
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -13,6 +13,7 @@ ENDPOINTS: list[Endpoint] = [
     *usage.ENDPOINTS,
     *report.ENDPOINTS,
     *months.ENDPOINTS,
+    *routes.ENDPOINTS,
     *invoices.ENDPOINTS,
     *proof.ENDPOINTS,
     *audit.ENDPOINTS,

@@ -167,6 +167,8 @@ def print_listing(found: Listing[Any], columns: Sequence[str], json_: bool, empt
 
 
 def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={item}" for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 

@@ -5,7 +5,7 @@ Only chunks with a non-null `usage` are rewritten or held back; everything else 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -66,6 +66,9 @@ class StreamReader:
 
     keep_alive = KEEP_ALIVE
     """What a quiet stream sends, so that nobody between takes it for dead."""
+
+    is_whole = False
+    """It comes in one piece, so that deltas say nothing about how much it is."""
 
     def __init__(self, call: Call, *, is_chat: bool = True) -> None:
         self._is_chat = is_chat
@@ -210,7 +213,19 @@ def _text_of(choice: _Choice) -> str:
     delta = choice.delta
     raws = (choice.text,) if delta is None else (delta.content, delta.reasoning_content, delta.reasoning, delta.refusal)
     values = [msgspec.json.decode(raw) for raw in raws if bytes(raw) not in _SAYS_NOTHING]
-    return "".join(value for value in values if isinstance(value, str))
+    said = "".join(value for value in values if isinstance(value, str))
+    if delta is None or bytes(delta.tool_calls) in _SAYS_NOTHING:
+        return said
+    return said + _text_of_calls(msgspec.json.decode(delta.tool_calls))
+
+
+def _text_of_calls(calls: Any) -> str:
+    """Names and arguments: what was generated of calls."""
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    parts = (
+        function.get(part) for function in functions if isinstance(function, dict) for part in ("name", "arguments")
+    )
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def _says_something(choice: _Choice) -> bool:

@@ -74,7 +74,6 @@ PLAIN = BOTH | {
 }
 STREAMED = BOTH | {
     "long-body": BROKEN,
-    "plain-for-stream": BROKEN,
     "cut": BROKE_OFF,
     "reset-midway": BROKE_OFF,
     "half-event": BROKE_OFF,

@@ -224,29 +224,37 @@ async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_
 
 
 async def test_a_hundred_at_once_on_a_deployment_of_eight_flow(tmp_path: Path, upstream: FakeUpstream) -> None:
-    """Done within 1.5 times what eight at a time take. The best of three bursts: other work on the machine is no fault
-    of the queue, and a queue that collapses does so each time."""
+    """Done within 1.5 times what eight at a time take at 50 ms each, or at what this machine needs for them now: the
+    same hundred straight to the deployment, eight at a time, are the yardstick."""
     config = configuration({"legacy": upstream.base_url}, batch={})
     config["upstreams"]["legacy"]["max_concurrency"] = 8
     upstream.standing_fault({"headers_delay_ms": 50})
     gateway = await asyncio.to_thread(Gateway, tmp_path, config)
     await asyncio.to_thread(gateway.__enter__)
-    caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
-    body = json.dumps({"model": "batch", "messages": HELLO}).encode()
-    took: list[float] = []
+    through = Upstream("caller", gateway.base_url, gateway.key, Patience())
+    straight = Upstream("caller", upstream.base_url, None, Patience())
 
-    async def ask() -> int:
-        answer = await caller.post(b"/chat/completions", body)
-        await read_all(answer)
-        return answer.status
+    async def burst(server: Upstream, at_once: int) -> float:
+        places = asyncio.Semaphore(at_once)
+        body = json.dumps({"model": "batch", "messages": HELLO}).encode()
 
+        async def ask() -> int:
+            async with places:
+                answer = await server.post(b"/chat/completions", body)
+                await read_all(answer)
+                return answer.status
+
+        started = time.monotonic()
+        assert set(await asyncio.gather(*(ask() for _ in range(100)))) == {200}
+        return time.monotonic() - started
+
+    ratios: list[float] = []
     try:
-        await ask()
-        while len(took) < 3 and (not took or min(took) > 1.5 * 100 / 8 * 0.05):
-            started = time.monotonic()
-            assert set(await asyncio.gather(*(ask() for _ in range(100)))) == {200}
-            took.append(time.monotonic() - started)
+        while len(ratios) < 5 and (not ratios or min(ratios) > 1.5):
+            least = max(100 / 8 * 0.05, await burst(straight, 8))
+            ratios.append(await burst(through, 100) / least)
     finally:
-        caller.close()
+        through.close()
+        straight.close()
         await asyncio.to_thread(gateway.stop)
-    assert min(took) < 1.5 * 100 / 8 * 0.05
+    assert min(ratios) < 1.5, ratios

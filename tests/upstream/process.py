@@ -37,7 +37,14 @@ class FakeUpstream(Served):
 
     def standing_fault(self, fault: str | dict[str, Any] | None, times: int = -1) -> None:
         """Let the next `times` requests (-1: all) that name no fault meet this one; None ends it."""
-        body = json.dumps({"fault": fault, "times": times}).encode()
+        self._control({"fault": fault, "times": times})
+
+    def health(self, status: int) -> None:
+        """What `/health` answers until `reset`."""
+        self._control({"health": status})
+
+    def _control(self, wanted: dict[str, Any]) -> None:
+        body = json.dumps(wanted).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/control", body, method="POST")
         with urllib.request.urlopen(request, timeout=5):
             pass

@@ -33,6 +33,7 @@ class Provider:
         self.requests = 0
         self.standing: Any = None
         self.standing_times = 0
+        self.health = 200
 
     def fault_for(self, headers: dict[str, str], body: dict[str, Any]) -> Fault:
         """Raises ValueError when the wanted fault does not exist."""
@@ -49,7 +50,11 @@ class Provider:
         return FAULTS["none"]
 
     def control(self, body: dict[str, Any]) -> None:
-        """`{"fault": …, "times": n}`: the next n requests (default: all) meet that fault. `{"fault": null}` ends it."""
+        """`{"fault": …, "times": n}`: the next n requests (default: all) meet that fault. `{"fault": null}` ends it and
+        makes `/health` well again; `{"health": status}` says what that answers."""
+        self.health = int(body.get("health", 200))
+        if "health" in body:
+            return
         if body.get("fault") is not None:
             fault_of(body["fault"])
         self.standing = body.get("fault")
@@ -165,7 +170,7 @@ class Exchange:
             self._provider.control(json.loads(self._raw))
             await self._send_whole(200, b"{}")
         elif path in ("/health", "/health/live"):
-            await self._send_whole(200, b'{"status": "ok"}')
+            await self._send_whole(self._provider.health, b'{"status": "ok"}')
         elif path == "/models":
             model = {"id": "gpt-4", "object": "model", "created": answers.CREATED, "owned_by": "fake"}
             await self._send_whole(200, json.dumps({"object": "list", "data": [model]}).encode())
