@@ -241,9 +241,14 @@ def transfers_of(
         kind, destination = ("budget", f"spent:{model}") if account.kind == "budget" else ("usage", f"revenue:{model}")
         key = TransferKey(kind, charge.account_id, destination, account.currency, team, period)
         yield key, charge.amount_pico
-    if s.provider_cost_usd_pico:
+    own_cost = s.provider_cost_usd_pico
+    for failed in s.failed_attempts:
+        own_cost -= failed.provider_cost_usd_pico
+        key = TransferKey("provider_cost", f"cost:{model}", f"provider:{failed.deployment}", "USD", team, period)
+        yield key, failed.provider_cost_usd_pico
+    if own_cost:
         key = TransferKey("provider_cost", f"cost:{model}", f"provider:{s.deployment}", "USD", team, period)
-        yield key, s.provider_cost_usd_pico
+        yield key, own_cost
     if s.loss_pico:
         reason = s.usage.waiver_reason or "unknown"
         key = TransferKey("loss", f"unbilled:{model}", f"loss:{reason}", s.billing_currency, team, period)

@@ -187,6 +187,8 @@ class Gate:
             hold.charges_held(),
             ask.idempotency_key,
             ask.deployment,
+            plan.price.scope,
+            spender.billing_currency,
         )
         try:
             await self.journal.append_written(intent)

@@ -12,7 +12,7 @@ from ledger.billing import Bill, ByMeter, bill, cost, next_window, split, waive_
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
 from ledger.plans import Part, Plan, Spender
 from ledger.prices import PinnedPrice
-from ledger.records import Answer, Charge, Progress, Settle, Status, Usage, Void
+from ledger.records import Answer, Charge, FailedAttempt, Progress, Settle, Status, Usage, Void
 
 if TYPE_CHECKING:
     from ledger.gate import Gate
@@ -58,7 +58,9 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a request ended. `waive`: bill nothing, for this reason. `answer`: for replay under its Idempotency-Key."""
+    """How a request ended. `waive`: bill nothing, for this reason. `answer`: for replay under its Idempotency-Key.
+
+    provider_cost_usd_pico: what `deployment` costs; `failed_attempts` come on top."""
 
     status: Status
     deployment: str
@@ -70,6 +72,11 @@ class Outcome(msgspec.Struct, frozen=True):
     ttft_ms: int | None = None
     answer: bytes | None = None
     waive: str | None = None
+    failed_attempts: list[FailedAttempt] = []
+
+    @property
+    def total_provider_cost_usd_pico(self) -> int:
+        return self.provider_cost_usd_pico + sum(failed.provider_cost_usd_pico for failed in self.failed_attempts)
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -302,7 +309,7 @@ class Hold:
             plan.price.version_id,
             paid.usd_pico,
             paid.cny_pico,
-            outcome.provider_cost_usd_pico,
+            outcome.total_provider_cost_usd_pico,
             self._charge(paid),
             paid.waived_usd_pico if plan.funding_in_usd else paid.waived_cny_pico,
             outcome.attempts,
@@ -311,6 +318,8 @@ class Hold:
             None,
             ask.idempotency_key,
             spender.billing_currency,
+            plan.price.scope,
+            outcome.failed_attempts,
         )
         self._state = "settled"
         gate.ended(self)

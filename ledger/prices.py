@@ -70,6 +70,8 @@ class PinnedPrice(NamedTuple):
     version_id: str
     usd: Meters
     cny: Meters
+    scope: str = DEFAULT_SCOPE
+    """Which of the version's prices it is."""
 
     def of(self, currency: Currency) -> Meters:
         return self.usd if currency == "USD" else self.cny
@@ -170,10 +172,18 @@ class PriceBook:
         return sorted({model for _, model in self._tables[index]}) if index >= 0 else []
 
 
-async def pinned(c: AsyncConnection, version_id: str, model: str, team_id: str) -> PinnedPrice:
-    """What a version, of any age, says for a model. Raises PriceNotFound."""
-    plan = (await c.execute(select(teams.c.plan).where(teams.c.id == team_id))).scalar_one_or_none()
-    price = _lookup(_table(version_id, await items_of(c, version_id)), model, team_id, plan)
+async def pinned(
+    c: AsyncConnection, version_id: str, model: str, team_id: str, scope: str | None = None
+) -> PinnedPrice:
+    """What a version, of any age, says for a model in that scope; None: in the one that the team has today.
+
+    Raises PriceNotFound."""
+    table = _table(version_id, await items_of(c, version_id))
+    if scope is not None:
+        price = table.get((scope, model))
+    else:
+        plan = (await c.execute(select(teams.c.plan).where(teams.c.id == team_id))).scalar_one_or_none()
+        price = _lookup(table, model, team_id, plan)
     if price is None:
         raise PriceNotFound(f"price version {version_id!r} has no price for model {model!r}")
     return price
@@ -257,6 +267,7 @@ def _table(version_id: str, items: Sequence[PriceItem]) -> PriceTable:
             version_id,
             Meters(*(meters[name].usd_pico for name in METERS)),
             Meters(*(meters[name].cny_pico for name in METERS)),
+            place[0],
         )
         for place, meters in found.items()
     }

@@ -40,6 +40,10 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
     """What is held in each account, in the order in which funding accounts are drawn; budgets are among them."""
     idempotency_key: str | None = None
     deployment: str | None = None
+    price_scope: str | None = None
+    """Which of the version's prices was pinned ("default", "plan:NAME", "team:ID"). None: not kept then."""
+    billing_currency: Currency | None = None
+    """Of the team at admission. None: as above."""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
@@ -70,6 +74,13 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     """The usage object as the upstream sent it, when it was not believed."""
 
 
+class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
+    """A deployment that was asked in vain, and what it costs us all the same."""
+
+    deployment: str
+    provider_cost_usd_pico: int
+
+
 class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     """The final word on a request that cost something. Posted to SQL exactly as it stands."""
 
@@ -89,6 +100,7 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     cost_usd_pico: int
     cost_cny_pico: int
     provider_cost_usd_pico: int
+    """Of all attempts together."""
     charges: list[Charge]
     """The split: funding accounts (they sum to the cost in the billing currency) and every budget that applies."""
     loss_pico: int
@@ -101,6 +113,10 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     idempotency_key: str | None = None
     billing_currency: Currency = "USD"
     """Of the team at that time: what `loss_pico` and the funding charges are in."""
+    price_scope: str | None = None
+    """As in the INTENT."""
+    failed_attempts: list[FailedAttempt] = []
+    """Those that cost something; the rest of `provider_cost_usd_pico` is `deployment`'s."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):

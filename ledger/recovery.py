@@ -168,21 +168,22 @@ async def _finish(
     funding: dict[str | None, list[str]] = {}
     for row in sorted((row for row in rows if row.kind in FUNDING), key=drawing_order):
         funding.setdefault(row.team_id, []).append(row.id)
-    prices: dict[tuple[str, str, str], PinnedPrice] = {}
+    prices: dict[tuple[str, str, str, str | None], PinnedPrice] = {}
     currencies: dict[str, Currency] = {}
     for orphan in found.orphans.values():
         intent = orphan.intent
         if orphan.progress is None:
             journal.append(_void(orphan, now_ms))
             continue
-        key = (intent.price_version, intent.model, intent.team_id)
+        key = (intent.price_version, intent.model, intent.team_id, intent.price_scope)
         if key not in prices:
             prices[key] = await pinned(c, *key)
-        if intent.team_id not in currencies:
+        currency = intent.billing_currency or currencies.get(intent.team_id)
+        if currency is None:
             query = select(teams.c.billing_currency).where(teams.c.id == intent.team_id)
-            currencies[intent.team_id] = (await c.execute(query)).scalar_one()
+            currency = currencies[intent.team_id] = (await c.execute(query)).scalar_one()
         payers = funding.get(intent.team_id, [])
-        settle = settle_orphan(orphan, prices[key], currencies[intent.team_id], infos, payers, left, now_ms)
+        settle = settle_orphan(orphan, prices[key], currency, infos, payers, left, now_ms)
         for charge in settle.charges:
             left[(orphan.epoch, charge.account_id)] -= charge.amount_pico
         journal.append(settle)
@@ -262,6 +263,7 @@ def settle_orphan(
         recovered_epoch=orphan.epoch,
         idempotency_key=intent.idempotency_key,
         billing_currency=currency,
+        price_scope=intent.price_scope,
     )
 
 

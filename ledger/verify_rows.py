@@ -121,15 +121,16 @@ def _wrong_charges(s: Settle, infos: dict[str, AccountInfo]) -> str | None:
 
 
 class _Prices:
-    """What a version may have charged for a model: the default's price, a plan's, or the team's own."""
+    """What a version charges for a model in the scope that was pinned; for records that do not say which, what it may
+    have charged: the default's price, a plan's, or the team's own."""
 
     def __init__(self, c: AsyncConnection) -> None:
         self._c = c
-        self._found: dict[tuple[str, str, str], list[tuple[ByMeter, ByMeter]]] = {}
+        self._found: dict[tuple[str, str, str, str | None], list[tuple[ByMeter, ByMeter]]] = {}
         self._versions: dict[str, Any] = {}
 
     async def of(self, s: Settle) -> list[tuple[ByMeter, ByMeter]]:
-        key = (s.price_version, s.model, s.team_id)
+        key = (s.price_version, s.model, s.team_id, s.price_scope)
         found = self._found.get(key)
         if found is None:
             if s.price_version not in self._versions:
@@ -140,7 +141,9 @@ class _Prices:
     def _candidates(self, s: Settle) -> list[tuple[ByMeter, ByMeter]]:
         scopes: dict[str, dict[str, Any]] = {}
         for item in self._versions[s.price_version]:
-            if item.model == s.model and (not item.scope.startswith("team:") or item.scope == f"team:{s.team_id}"):
+            if item.model != s.model or (s.price_scope is not None and item.scope != s.price_scope):
+                continue
+            if not item.scope.startswith("team:") or item.scope == f"team:{s.team_id}":
                 scopes.setdefault(item.scope, {})[item.meter] = item
         return [
             (_by_meter(meters, "usd_pico"), _by_meter(meters, "cny_pico"))

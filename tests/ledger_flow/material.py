@@ -51,6 +51,7 @@ class House:
     team_id: str = ""
     key_id: str = ""
     currency: Currency = "USD"
+    timezone: str = "Asia/Shanghai"
     gates: list[Gate] = field(default_factory=list)
 
     async def furnish(self, balance_pico: int = 10 * USD, currency: Currency = "USD", at_ms: int | None = None) -> None:
@@ -59,18 +60,20 @@ class House:
             by = By("test", at_ms or now_ms() - 40 * 86_400_000)
             quote = Quote.parse(MODEL, input="0.28", output="0.42", cache_read="0.028")
             await seed(c, by, [quote], FxRate.parse("USD", "CNY", "7.3"))
-            team = await create_team(c, by, "team", billing_currency=currency, timezone="Asia/Shanghai")
+            team = await create_team(c, by, "team", billing_currency=currency, timezone=self.timezone)
             key = await create_key(c, by, KeyHasher(b"0123456789abcdef"), team.id)
             self.team_id, self.key_id = team.id, key.key.id
             if balance_pico:
                 await top_up(c, by, team.id, balance_pico, currency=currency, reference="first")
 
-    async def furnish_another(self, name: str, currency: Currency, balance_pico: int) -> None:
+    async def furnish_another(
+        self, name: str, currency: Currency, balance_pico: int, timezone: str = "Asia/Shanghai"
+    ) -> None:
         """A further team with a key; from now on `ask` is for it."""
-        self.currency = currency
+        self.currency, self.timezone = currency, timezone
         by = By("test", now_ms())
         async with self.db.begin() as c:
-            team = await create_team(c, by, name, billing_currency=currency, timezone="Asia/Shanghai")
+            team = await create_team(c, by, name, billing_currency=currency, timezone=timezone)
             key = await create_key(c, by, KeyHasher(b"0123456789abcdef"), team.id)
             await top_up(c, by, team.id, balance_pico, currency=currency, reference=name)
         self.team_id, self.key_id = team.id, key.key.id
@@ -116,7 +119,7 @@ class House:
         return Ask(
             request_id=options.pop("request_id", None) or request_id(at_ms),
             at_ms=at_ms,
-            spender=Spender(self.team_id, self.key_id, options.pop("end_user", None), self.currency, "Asia/Shanghai"),
+            spender=Spender(self.team_id, self.key_id, options.pop("end_user", None), self.currency, self.timezone),
             model=options.pop("model", MODEL),
             prompt_tokens_bound=prompt,
             max_output_tokens=output,

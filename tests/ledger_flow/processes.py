@@ -25,7 +25,8 @@ class Line:
 def spender(house: House, slot: int, *options: str) -> subprocess.Popen[bytes]:
     folder = house.journal_dir.parent
     described = folder / "house.json"
-    described.write_text(json.dumps({"team_id": house.team_id, "key_id": house.key_id, "currency": house.currency}))
+    given = {name: getattr(house, name) for name in ("team_id", "key_id", "currency", "timezone")}
+    described.write_text(json.dumps(given))
     url = house.db.engine.url.render_as_string(hide_password=False).replace("+aiosqlite", "").replace("+asyncpg", "")
     command = [sys.executable, "-m", "tests.ledger_flow.spender", url, house.journal_dir, slot, described]
     log = folder / f"spender-{slot}.log"

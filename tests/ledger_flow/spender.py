@@ -1,6 +1,6 @@
 """A worker process of its own: spends as fast as it can until it is refused, and writes down what it was told.
 
-python -m tests.ledger_flow.spender URL JOURNAL_DIR SLOT HOUSE.json LOG [--until-killed]
+python -m tests.ledger_flow.spender URL JOURNAL_DIR SLOT HOUSE.json LOG [--until-killed] [--admitted-at MS]
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from tests.ledger_flow.material import House, used
 CLIENTS = 8
 
 
-async def main(url: str, journal_dir: str, slot: str, given: dict[str, Any], log_file: str, forever: bool) -> None:
+async def main(
+    url: str,
+    journal_dir: str,
+    slot: str,
+    given: dict[str, Any],
+    log_file: str,
+    forever: bool,
+    admitted_ms: int | None,
+) -> None:
     house = House(await Database.open(url), Path(journal_dir), **given)
     gate = await Gate.open(house.db, house.journal_dir, int(slot))
     refreshing = asyncio.create_task(_refresh(gate))
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    await asyncio.gather(*(_client(house, gate, log, number, forever) for number in range(CLIENTS)))
+    await asyncio.gather(*(_client(house, gate, log, number, forever, admitted_ms) for number in range(CLIENTS)))
     refreshing.cancel()
     await asyncio.gather(refreshing, return_exceptions=True)  # before its connection is closed under it
     await gate.close()
@@ -38,11 +46,11 @@ async def _refresh(gate: Gate) -> None:
         await gate.refresh()
 
 
-async def _client(house: House, gate: Gate, log: int, number: int, forever: bool) -> None:
+async def _client(house: House, gate: Gate, log: int, number: int, forever: bool, admitted_ms: int | None) -> None:
     """Half of the clients stream. Each line of the log is written before (S) or after (D) the ledger says so."""
     streamed = number % 2 == 1
     while True:
-        ask = house.ask(prompt=100, output=600 if streamed else 200, streamed=streamed)
+        ask = house.ask(prompt=100, output=600 if streamed else 200, streamed=streamed, at_ms=admitted_ms)
         try:
             hold = await gate.hold(ask)
         except InsufficientQuota:
@@ -72,4 +80,5 @@ def _write(log: int, line: str) -> None:
 if __name__ == "__main__":
     url, journal_dir, slot, house_file, log_file, *options = sys.argv[1:]
     given = json.loads(Path(house_file).read_text())
-    asyncio.run(main(url, journal_dir, slot, given, log_file, "--until-killed" in options))
+    admitted_ms = int(options[options.index("--admitted-at") + 1]) if "--admitted-at" in options else None
+    asyncio.run(main(url, journal_dir, slot, given, log_file, "--until-killed" in options, admitted_ms))

@@ -12,7 +12,7 @@ from ledger.audit import By
 from ledger.database import Database
 from ledger.errors import Conflict
 from ledger.journal import JournalReader, list_epochs
-from ledger.records import Charge, Settle, Usage
+from ledger.records import Charge, FailedAttempt, Settle, Usage
 from ledger.schema import accounts, batches, leases, rollups, suspense, transfers, usage
 from ledger.suspense import list_suspended, retry, write_off
 from ledger.verify import verify
@@ -242,6 +242,20 @@ async def test_what_the_upstream_said_and_nobody_believed_is_kept(either: House)
     async with either.db.read() as c:
         kept = (await c.execute(select(suspense))).one()
     assert bytes(kept.record) == b'{"completion_tokens": 1e99}'
+
+
+async def test_every_attempt_keeps_its_provider_cost_under_one_request(either: House) -> None:
+    gate = await either.gate()
+    hold = await gate.hold(either.ask())
+    failed = [FailedAttempt("first", 700), FailedAttempt("second", 30)]
+    await hold.settle(used(100, 5, attempts=3, provider_cost_usd_pico=9, failed_attempts=failed))
+    await proven(either)
+    (row,) = await either.rows()
+    assert (row.attempts, row.provider_cost_usd_pico, row.deployment) == (3, 739, "backend")
+    async with either.db.read() as c:
+        query = select(transfers.c.destination, transfers.c.amount_pico).where(transfers.c.kind == "provider_cost")
+        booked = {row.destination: int(row.amount_pico) for row in await c.execute(query)}
+    assert booked == {"provider:first": 700, "provider:second": 30, "provider:backend": 9}
 
 
 async def test_batches_carry_the_hash_chain_of_the_journal(either: House) -> None:

@@ -25,6 +25,7 @@ from ledger.invoices import finalize
 from ledger.journal import Files, list_epochs
 from ledger.leases import Fenced
 from ledger.periods import period_bounds, period_of
+from ledger.publishing import Quote, publish_prices
 from ledger.quotas import Scope
 from ledger.recovery import declare_lost
 from ledger.schema import epochs, leases, slots
@@ -33,7 +34,7 @@ from ledger.topups import expire_grants, grant, refund
 from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from ledger.verify_acts import check_acts
-from tests.ledger_flow.material import OUTPUT, USD, House, crash, now_ms, price, run, used
+from tests.ledger_flow.material import MODEL, OUTPUT, USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
 
 
@@ -72,6 +73,26 @@ async def test_an_orphan_is_billed_from_every_account_that_its_stream_was_extend
     assert (row.billed_tokens, row.loss_pico) == (100 + 4_096, 0)
     assert (await either.account("grant")).debits_pico == gift
     assert (await either.account()).debits_pico == price(100, 4_096) - gift
+    await proven(either)
+
+
+async def test_an_orphan_pays_the_price_that_was_pinned_when_it_began(either: House) -> None:
+    """The team gets a cheaper plan between its crash and the recovery."""
+    by = By("test", now_ms() - 120_000)
+    async with either.db.begin() as c:
+        cheap = Quote.parse(MODEL, input="0.1", output="0.1", scope="plan:cheap")
+        await publish_prices(c, by, [cheap], effective_from_ms=by.at_ms + 60_000)
+    gate = await either.gate()
+    hold = await gate.hold(either.ask(streamed=True))
+    hold.progress(100, 300)
+    await gate.journal.flush()
+    crash(either, gate)
+    async with either.db.begin() as c:
+        await update_team(c, By("test", now_ms()), either.team_id, TeamChange(plan="cheap"))
+    await either.gate()
+    await either.post()
+    (row,) = await either.rows()
+    assert row.cost_usd_pico == price(100, 300)
     await proven(either)
 
 

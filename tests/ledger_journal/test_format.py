@@ -26,7 +26,7 @@ from ledger.journal.format import (
     parse_frames,
     proven_durable,
 )
-from ledger.records import Record
+from ledger.records import Charge, FailedAttempt, Intent, Record, Settle, Usage, decode, encode
 from tests.ledger_journal.material import UUID_1
 
 START = Place(1, DATA_START, 0, NO_CHAIN)
@@ -77,6 +77,21 @@ def test_each_record_type_has_its_own_lasting_code() -> None:
         "Intent": 1, "Progress": 2, "Settle": 3, "Void": 4, "EpochClosed": 5, "Seal": 6, "Answer": 7,
     }  # fmt: skip
     assert set(TYPE_CODES) == set(Record.__args__)
+
+
+def test_record_bytes_are_these_for_ever() -> None:
+    """Later fields are added at the end: records without them still read, and nobody ever writes them anew."""
+    held = [Charge("a", 7)]
+    intent = Intent("r", 1, "2026-11", "t", "k", None, "m", "p", 5, held, None, "d", "plan:x", "CNY")
+    usage, paid = Usage(prompt_tokens=1, generated_tokens=2, billed_tokens=3), [Charge("a", 4)]
+    names = ("r", 1, 2, "2026-11", "t", "k", None, "m", "d", None, "completed", usage, "p", 4, 5, 6, paid, 0)
+    settle = Settle(*names, price_scope="default", failed_attempts=[FailedAttempt("e", 2)])
+    assert encode(intent).hex() == GOLDEN_INTENT
+    assert encode(settle).hex() == GOLDEN_SETTLE
+    assert (decode(bytes.fromhex(GOLDEN_INTENT)), decode(bytes.fromhex(GOLDEN_SETTLE))) == (intent, settle)
+    before = Intent("r", 1, "2026-11", "t", "k", None, "m", "p", 5, held, None, "d")
+    assert decode(bytes.fromhex(INTENT_WITHOUT_PRICE_SCOPE)) == before
+    assert decode(bytes.fromhex(SETTLE_WITHOUT_ATTEMPTS)) == Settle(*names)
 
 
 @given(bodies, st.integers(1, 2**63))
@@ -184,4 +199,14 @@ GOLDEN_HEADER = (
 GOLDEN_MARK = (
     "544744555241424c0700000000000000e703000000000000010000000300000000200000010000000028f129a2010000"
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f22933513"
+)
+GOLDEN_INTENT = "9fa6696e74656e74a17201a7323032362d3131a174a16bc0a16da170059192a16107c0a164a6706c616e3a78a3434e59"
+GOLDEN_SETTLE = (
+    "dc001ba6736574746c65a1720102a7323032362d3131a174a16bc0a16da164c0a9636f6d706c657465649d010000020003c0000000c2c0c0"
+    "a1700405069192a16104000100c0c0c0a3555344a764656661756c749192a16502"
+)
+INTENT_WITHOUT_PRICE_SCOPE = "9da6696e74656e74a17201a7323032362d3131a174a16bc0a16da170059192a16107c0a164"
+SETTLE_WITHOUT_ATTEMPTS = (
+    "dc0019a6736574746c65a1720102a7323032362d3131a174a16bc0a16da164c0a9636f6d706c657465649d010000020003c0000000c2c0c0"
+    "a1700405069192a16104000100c0c0c0a3555344"
 )
