@@ -38,16 +38,19 @@ log = structlog.get_logger(__name__)
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def build_app(settings: Settings, *, slot: int, embed_poster: bool = False) -> Starlette:
+def build_app(settings: Settings, *, slot: int, embed_poster: bool = False, replaces: bool = False) -> Starlette:
     """One gateway worker as an ASGI application; its lifespan opens and closes the worker.
 
     slot: this worker's number on its host, from 0. embed_poster: post in this process too (tests, small machines).
+    replaces: another worker serves until this one does, so take no connection before some request could be answered.
     """
     worker = Worker(settings, slot, embed_poster=embed_poster)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await worker.open()
+        if replaces:
+            await worker.until_serving()
         try:
             yield
         finally:

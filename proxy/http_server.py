@@ -24,6 +24,9 @@ MAX_HEAD_BYTES = 256 * 1024
 PATIENCE_S = 30.0
 """How long a head may take, from the connection's first moment or its own; a body must bring LEAST_BYTES in each."""
 LEAST_BYTES = 1_024
+DRAIN_IDLE_S = 5.0
+"""How long an idle connection stays open while we drain: as long as it would between two requests anyway, so that a
+client's next request does not meet a closing connection more often than ever."""
 
 
 class MergedWrites:
@@ -77,6 +80,15 @@ class GatewayProtocol(HttpToolsProtocol):
         """What of the body came since the last look."""
         self._look_task: asyncio.TimerHandle | None = None
         self._ids = RequestIds()
+        self._draining = False
+
+    def drain(self) -> None:
+        """The next answer, or the one that is on its way, is the last; without a request the connection ends soon."""
+        self._draining = True
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+        else:
+            self._make_last()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         merged = MergedWrites(cast(asyncio.Transport, transport), self.loop)
@@ -106,6 +118,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._advanced = True
         super().on_headers_complete()
+        if self._draining:
+            self._make_last()
 
     def on_body(self, body: bytes) -> None:
         self._advanced = True
@@ -138,6 +152,15 @@ class GatewayProtocol(HttpToolsProtocol):
             self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
         self._look_no_more()
         self.transport.close()
+
+    def _make_last(self) -> None:
+        """No request after the newest that has come: its answer says `connection: close`."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _close_if_idle(self) -> None:
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
 
     def _look_later(self) -> None:
         if not self.transport.is_closing():

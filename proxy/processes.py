@@ -1,7 +1,7 @@
 """One child process: started so that it cannot outlive us, watched, restarted with growing pauses, and stopped in time.
 
-Children stay in our process group. Ctrl-C reaches the whole group, so SIGINT is blocked in children: only the parent
-decides the order in which they stop.
+Children stay in our process group. Ctrl-C and a terminal that closes reach the whole group, so SIGINT and SIGHUP are
+blocked in children: only the parent decides the order in which they stop.
 """
 
 from __future__ import annotations
@@ -120,6 +120,18 @@ class Child:
             return False
         return True
 
+    async def end_by(self, number: signal.Signals, patience_s: float) -> None:
+        """Ask with `number` to end; returns when it has. SIGTERM, then SIGKILL, when it takes longer."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(number)
+        try:
+            await asyncio.wait_for(_exited(process), patience_s)
+        except TimeoutError:
+            await self.stop(10.0)
+
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -153,7 +165,7 @@ async def _exited(process: subprocess.Popen[bytes]) -> None:
         return
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(handle, _resolve, gone)
+    loop.add_reader(handle, resolve, gone)
     try:
         await gone
     finally:
@@ -162,7 +174,7 @@ async def _exited(process: subprocess.Popen[bytes]) -> None:
     process.poll()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -176,7 +188,7 @@ def _tied_to_parent(dies_by: signal.Signals) -> Callable[[], None]:
             libc.prctl(_PR_SET_PDEATHSIG, int(dies_by))
             if os.getppid() != parent:  # it died in between
                 os._exit(1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
 
     return in_child
 

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ledger import admin_tokens, keys, publishing, teams, topups
+from ledger import admin_tokens, installation, keys, publishing, teams, topups
 from ledger.audit import By
 from ledger.database import Database
+from ledger.errors import LedgerUnavailable
 from ledger.keys import KeyHasher
 from ledger.migrations import NotMigrated, migrate_database, require_current
 from ledger.money import PICO_PER_UNIT, FxRate
 from ledger.publishing import Quote
 from proxy.preflight import StartRefused
-from proxy.secrets import has_key_secret, key_secret, read_or_create
+from proxy.secrets import fingerprint, has_key_secret, key_secret, read_or_create
 from proxy.settings import Price, Settings
 
 ACTOR = "first-start"
@@ -40,10 +41,7 @@ async def prepare(settings: Settings) -> FirstRun:
     """Migrate and seed. Raises StartRefused, LedgerError."""
     db = await Database.open(settings.storage.database, pool_size=1)
     try:
-        try:
-            await require_current(db)
-        except NotMigrated:
-            await migrate_database(db)
+        await _migrate(db)
         hasher = KeyHasher(await secret_of(settings, db))
         async with db.begin() as c:
             by = By(ACTOR, time.time_ns() // 1_000_000)
@@ -52,12 +50,6 @@ async def prepare(settings: Settings) -> FirstRun:
             return FirstRun(token, await _demo_key(c, by, hasher, settings))
     finally:
         await db.close()
-
-
-async def seed_prices(db: Database, settings: Settings) -> None:
-    """What a gateway without a supervisor needs of the above: the configured prices of models that have none yet."""
-    async with db.begin() as c:
-        await _seed_prices(c, By(ACTOR, time.time_ns() // 1_000_000), settings)
 
 
 async def _seed_prices(c: AsyncConnection, by: By, settings: Settings) -> None:
@@ -74,18 +66,69 @@ def quote(model: str, price: Price) -> Quote:
 
 
 async def secret_of(settings: Settings, db: Database) -> bytes:
-    """The secret that keys are hashed with. Never a fresh one beside keys that were hashed with another: none of them
-    would work. Raises StartRefused then."""
-    path = settings.data_dir / "key-secret"
-    if not has_key_secret(settings):
-        async with db.read() as c:
-            known = (await keys.list_keys(c, limit=1)).items or (await admin_tokens.list_admin_tokens(c, limit=1)).items
-        if known:
+    """The secret that keys are hashed with, which is the same on all hosts of a database: its fingerprint is in there.
+
+    Never a fresh one beside keys that were hashed with another, and never another one: no key would work. Raises
+    StartRefused then.
+    """
+    async with db.read() as c:
+        known = await installation.agreed(c, installation.KEY_SECRET)
+        if not has_key_secret(settings) and (known is not None or await _has_hashes(c)):
             raise StartRefused(
-                f"{path} is missing, and the keys in {_place(settings)} were hashed with it: restore it from the "
-                "backup, or set server.key_secret to the secret that the other hosts use"
+                f"{settings.data_dir / 'key-secret'} is missing, and the keys in {_place(settings)} were hashed with "
+                "it: restore it from the backup, or set server.key_secret to the secret that the other hosts use"
             )
-    return key_secret(settings)
+    secret = key_secret(settings)
+    mark = fingerprint(secret)
+    if known is None:
+        async with db.begin() as c:
+            known = await installation.agree(c, installation.KEY_SECRET, mark)
+    if known != mark:
+        where = "server.key_secret" if settings.server.key_secret is not None else settings.data_dir / "key-secret"
+        raise StartRefused(
+            f"{where} is not the secret that the keys in {_place(settings)} are hashed with: use the one of the other "
+            "hosts; to give up all keys and tokens made under that one, run `tallygate migrate --new-key-secret`"
+        )
+    return secret
+
+
+async def _has_hashes(c: AsyncConnection) -> bool:
+    return bool((await keys.list_keys(c, limit=1)).items or (await admin_tokens.list_admin_tokens(c, limit=1)).items)
+
+
+async def change_secret(settings: Settings, db: Database) -> None:
+    """From now on keys are hashed with this host's secret; those made under another no longer work."""
+    async with db.begin() as c:
+        await installation.change(c, installation.KEY_SECRET, fingerprint(key_secret(settings)))
+
+
+async def bring_up_to_date(settings: Settings) -> None:
+    """What a gateway without a supervisor needs: the tables, configured prices of models that have none, and the secret
+    of the other hosts. Raises StartRefused, LedgerError."""
+    db = await Database.open(settings.storage.database, pool_size=1)
+    try:
+        await _migrate(db)
+        async with db.begin() as c:
+            await _seed_prices(c, By(ACTOR, time.time_ns() // 1_000_000), settings)
+        await secret_of(settings, db)
+    finally:
+        await db.close()
+
+
+def check_startable_without_database(settings: Settings, error: LedgerUnavailable) -> None:
+    """Raises StartRefused where waiting for the database is of no use: a file is here or it is not, and a host that has
+    no secret cannot know whether it needs another's."""
+    if settings.storage.database.startswith("sqlite:"):
+        raise error
+    if not has_key_secret(settings):
+        raise StartRefused(f"{error}; without it nobody knows whether this host needs another's key-secret")
+
+
+async def _migrate(db: Database) -> None:
+    try:
+        await require_current(db)
+    except NotMigrated:
+        await migrate_database(db)
 
 
 def _place(settings: Settings) -> str:

@@ -1,5 +1,8 @@
 """All processes of one machine: the local backend, the poster and the gateway workers, started, watched and stopped.
 
+SIGHUP replaces the gateway workers one by one, with the configuration as it is then. No request is lost by it: a worker
+is only asked to end when another one serves in its place, and it ends when it has answered everything.
+
 Stop order: gateways first (they drain their requests while the backend still answers), then the poster (it empties the
 journal), then the backend. Everything is gone within STOP_WITHIN_S.
 """
@@ -7,23 +10,31 @@ journal), then the backend. Everything is gone within STOP_WITHIN_S.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from proxy.preflight import StartRefused
 from proxy.probe import get_json
-from proxy.processes import Child, Role, describe_exit
-from proxy.settings import Settings
+from proxy.processes import Child, Role, describe_exit, resolve
+from proxy.settings import Settings, SettingsError
 
 STOP_WITHIN_S = 9.5
 NOTICE_WITHIN_S = 5.0
 """How long gateways may take to notice that the backend is there."""
+REPLACEMENT_WITHIN_S = 60.0
+"""How long a new worker may take until it serves, before the old one is left in its place."""
+DRAIN_SIGNAL = signal.SIGUSR1
+"""Tells a worker that it was replaced."""
+DRAIN_S = 900.0
+"""How long a replaced worker may go on: longer than any request lasts (60 s for a place and 120 s for an answer at each
+deployment, with pauses between the pieces of a stream)."""
 _GATEWAY_SHARE_S = 7.0
 _POSTER_SHARE_S = 1.8
 _BACKEND_SHARE_S = 0.7
@@ -41,6 +52,8 @@ class Plan:
     listener: socket.socket
     backend_port: int | None
     """None: no local backend."""
+    read_again: Callable[[], object] = lambda: None
+    """Reads the configuration as it is now. Raises SettingsError."""
 
     @property
     def configured(self) -> bool:
@@ -61,17 +74,19 @@ class Plan:
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
 
     def gateways(self) -> list[Role]:
+        return [self.gateway(slot) for slot in range(self.settings.server.workers)]
+
+    def gateway(self, slot: int, ready_fd: int | None = None) -> Role:
+        """ready_fd: a pipe to which it writes once it serves; until then it takes no connection."""
         backend = () if self.backend_url is None else ("--backend-url", self.backend_url)
+        ready = () if ready_fd is None else ("--ready-fd", str(ready_fd))
         fd = self.listener.fileno()
-        return [
-            Role(
-                f"gateway {slot}",
-                (*_tallygate("gateway"), *self.arguments, *backend, "--slot", str(slot), "--fd", str(fd)),
-                self._log(f"gateway-{slot}"),
-                pass_fds=(fd,),
-            )
-            for slot in range(self.settings.server.workers)
-        ]
+        return Role(
+            f"gateway {slot}",
+            (*_tallygate("gateway"), *self.arguments, *backend, "--slot", str(slot), "--fd", str(fd), *ready),
+            self._log(f"gateway-{slot}"),
+            pass_fds=(fd,) if ready_fd is None else (fd, ready_fd),
+        )
 
     def poster(self) -> Role:
         return Role("poster", (*_tallygate("poster"), *self.arguments), self._log("poster"))
@@ -117,22 +132,30 @@ class Supervisor:
         self.plan = plan
         self.stop_requested = asyncio.Event()
         self._say = say
-        self._gateways = [Child(role, say) for role in plan.gateways()]
+        self._gateways = dict(enumerate(Child(role, say) for role in plan.gateways()))
+        """By slot."""
+        self._leaving: dict[int, Child] = {}
+        """Slots whose worker has been replaced and still answers what it had."""
+        self._roll_requested = asyncio.Event()
         self._poster = Child(plan.poster(), say)
         role = plan.backend()
         self._backend = None if role is None else Child(role, say)
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: set[asyncio.Task[None]] = set()
 
     @property
     def children(self) -> list[Child]:
         backend = [] if self._backend is None else [self._backend]
-        return [*backend, self._poster, *self._gateways]
+        return [*backend, self._poster, *self._gateways.values()]
 
     def listen_for_signals(self) -> None:
-        """The first SIGTERM, SIGINT or SIGHUP asks for a stop; a second one kills what is left."""
+        """The first SIGTERM or SIGINT asks for a stop, a second one kills what is left. SIGHUP replaces the workers;
+        where there is a terminal it means that it has gone, and so a stop; under `nohup` it means nothing."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            on_terminal = sys.stdin is not None and sys.stdin.isatty()
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal if on_terminal else self._roll_requested.set)
 
     def _on_signal(self) -> None:
         if not self.stop_requested.is_set():
@@ -151,7 +174,7 @@ class Supervisor:
             if self._backend is not None:
                 self._backend.start()
             await prepare()
-            for child in (self._poster, *self._gateways):
+            for child in (self._poster, *self._gateways.values()):
                 child.start()
             ready = asyncio.ensure_future(self._ready(progress))
             stopped = asyncio.ensure_future(self.stop_requested.wait())
@@ -206,8 +229,71 @@ class Supervisor:
             await asyncio.sleep(0.2)
 
     def watch(self) -> None:
-        """From now on a child that ends is restarted."""
-        self._watchers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
+        """From now on a child that ends is restarted, and SIGHUP is answered."""
+        for child in self.children:
+            self._watch(child.keep_running())
+        self._watch(self._answer_rolls())
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+    async def _answer_rolls(self) -> None:
+        while True:
+            await self._roll_requested.wait()
+            self._roll_requested.clear()
+            await self.roll()
+
+    async def roll(self) -> None:
+        """Replace the gateway workers one by one. Stops at the first that cannot be replaced; the old ones go on."""
+        try:
+            self.plan.read_again()
+        except SettingsError as error:
+            self._say("the workers are not replaced: the configuration is wrong\n" + "\n".join(error.lines))
+            return
+        olds = list(self._gateways.items())
+        for done, (slot, old) in enumerate(olds, 1):
+            new_slot = self._free_slot()
+            new = await self._start_replacement(new_slot)
+            if new is None:
+                return
+            del self._gateways[slot]
+            self._gateways[new_slot] = new
+            self._leaving[slot] = old
+            self._watch(new.keep_running())
+            self._watch(self._leave(slot, old))
+            self._say(f"gateway {slot} is replaced by gateway {new_slot} ({done} of {len(olds)})")
+
+    def _free_slot(self) -> int:
+        """The lowest that no worker has; the journal of one that ended is found and recovered by the next."""
+        taken = self._gateways.keys() | self._leaving.keys()
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
+
+    async def _start_replacement(self, slot: int) -> Child | None:
+        """A worker that serves; None, with a line that says why, when it does not come to that."""
+        reader, writer = os.pipe()
+        new = Child(self.plan.gateway(slot, writer), self._say)
+        try:
+            try:
+                new.start()
+            except OSError as error:
+                self._say(f"the workers are not replaced: gateway {slot} cannot be started: {error}")
+                return None
+            finally:
+                os.close(writer)
+            if await _readable(reader, REPLACEMENT_WITHIN_S) and os.read(reader, 1):
+                new.role = self.plan.gateway(slot)  # if it ends one day, its successor replaces nobody
+                return new
+        finally:
+            os.close(reader)
+        self._say(f"the workers are not replaced: gateway {slot} does not serve: {new.last_words()}; {new.role.log}")
+        await new.stop(2.0)
+        return None
+
+    async def _leave(self, slot: int, old: Child) -> None:
+        await old.end_by(DRAIN_SIGNAL, DRAIN_S + 10.0)
+        del self._leaving[slot]
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> None:
         """Drain and stop everything within `grace_s`."""
@@ -219,16 +305,29 @@ class Supervisor:
 
         for child in self.children:
             child.leave_ended()
+        for watcher in self._watchers:
+            watcher.cancel()
         later = _POSTER_SHARE_S + _BACKEND_SHARE_S
-        await asyncio.gather(*(gateway.stop(left(_GATEWAY_SHARE_S, later)) for gateway in self._gateways))
+        gateways = [*self._gateways.values(), *self._leaving.values()]
+        await asyncio.gather(*(gateway.stop(left(_GATEWAY_SHARE_S, later)) for gateway in gateways))
         await asyncio.gather(
             self._poster.stop(left(STOP_WITHIN_S)),
             *([] if self._backend is None else [self._backend.stop(left(STOP_WITHIN_S))]),
         )
-        for watcher in self._watchers:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+async def _readable(fd: int, timeout_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, resolve, came)
+    try:
+        await asyncio.wait_for(came, timeout_s)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+    return True
 
 
 def _bracketed(host: str) -> str:

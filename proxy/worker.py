@@ -18,7 +18,7 @@ from ledger.database import Database
 from ledger.errors import LedgerError, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.keys import KeyHasher
-from ledger.migrations import require_current
+from ledger.migrations import NotMigrated, require_current
 from ledger.posting import Poster
 from policies.access import parse_networks
 from policies.admission import Admission, Capacity
@@ -32,8 +32,10 @@ from proxy.checking import keep_checking
 from proxy.gateway import Gateway
 from proxy.metrics import Metrics
 from proxy.overrides import RouteFeed
+from proxy.preflight import StartRefused
 from proxy.routing import build_routes, build_upstreams
 from proxy.secrets import key_secret
+from proxy.seeding import bring_up_to_date, secret_of
 from proxy.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -88,6 +90,11 @@ class Worker:
         for name, item in self.settings.upstreams.items():
             if item.health_check is not None:
                 self._start(keep_checking(self.upstreams[name], item.health_check))
+
+    async def until_serving(self) -> None:
+        """Returns as soon as some request could be answered, however long that takes."""
+        while not self.can_serve():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
     async def close(self) -> None:
         """Wait for open requests, give back every lease, end the journal."""
@@ -145,19 +152,13 @@ class Worker:
         settings = self.settings
         try:
             if self.db is None:
-                db = await Database.open(settings.storage.database, command_timeout_s=5)
-                try:
-                    await require_current(db)
-                except BaseException:
-                    await db.close()
-                    raise
-                self.db = db
+                self.db = await self._open_database()
             self.gate = await Gate.open(self.db, settings.storage.journal_path, self.slot)
         except LedgerUnavailable as error:
             self._failure = str(error)
             log.warning("not_open_yet", reason=str(error))
             return
-        except LedgerError as error:
+        except (LedgerError, StartRefused) as error:
             self.refused = str(error)
             raise
         self.keyring = Keyring(self.db, KeyHasher(key_secret(settings)))
@@ -176,6 +177,21 @@ class Worker:
         self._failure = None
         if self._embed_poster:
             self._start(Poster(self.db, settings.storage.journal_path).run(self._stop))
+
+    async def _open_database(self) -> Database:
+        """Brought up to date first where that is needed: it may have been away when this process started."""
+        settings = self.settings
+        db = await Database.open(settings.storage.database, command_timeout_s=5)
+        try:
+            try:
+                await require_current(db)
+            except NotMigrated:
+                await bring_up_to_date(settings)
+            await secret_of(settings, db)
+        except BaseException:
+            await db.close()
+            raise
+        return db
 
     async def _tend(self) -> None:
         while True:

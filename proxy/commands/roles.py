@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import sys
-import threading
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,20 +15,16 @@ import typer
 from proxy.commands.options import HERE, ConfigOption, DataDirOption, ledger_of, run, say, settings_of
 
 if TYPE_CHECKING:
-    import socket
-    from types import FrameType
-
-    import uvicorn
-
+    from ledger.database import Database
     from proxy.settings import Settings
 
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int | None, typer.Option(help="Port to listen on.")]
 WorkersOption = Annotated[int | None, typer.Option(help="How many gateways share the counters.")]
 
-GRACE_S = 5
-"""How long running requests may go on after SIGTERM before they are cut and settled."""
-GONE_AFTER_S = 9.5
+RETRY_S = 1.0
+POSTER_TIMEOUT_S = 30.0
+"""How long one statement may take before the database counts as away: a batch takes a second at most."""
 
 
 def gateway(
@@ -40,6 +36,7 @@ def gateway(
     slot: Annotated[int, typer.Option(min=0, help="This worker's number on this host; each needs its own.")] = 0,
     fd: Annotated[int | None, typer.Option(help="A listening socket inherited from the supervisor.")] = None,
     backend_url: Annotated[str | None, typer.Option(help="Where the local backend listens.")] = None,
+    ready_fd: Annotated[int | None, typer.Option(help="A pipe of the supervisor: written to when we serve.")] = None,
 ) -> None:
     """One gateway worker."""
     overrides = {"server.host": host, "server.port": port, "server.workers": workers, "backend.url": backend_url}
@@ -50,10 +47,10 @@ def gateway(
     if fd is None:
         fd = listen(settings.server.host, settings.server.port).detach()
         _migrate_if_possible(settings)
-    _serve_app(settings, slot, fd)
+    _serve_app(settings, slot, fd, ready_fd)
 
 
-def _serve_app(settings: Settings, slot: int, fd: int) -> None:
+def _serve_app(settings: Settings, slot: int, fd: int, ready_fd: int | None) -> None:
     import socket
 
     import uvicorn
@@ -62,9 +59,10 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
     from proxy.http_server import GatewayProtocol
     from proxy.logs import configure_logging
     from proxy.preflight import StartRefused
+    from proxy.server import GRACE_S, GatewayServer
 
     configure_logging()
-    app = build_app(settings, slot=slot)
+    app = build_app(settings, slot=slot, replaces=ready_fd is not None)
     config = uvicorn.Config(
         app,
         http=GatewayProtocol,
@@ -77,8 +75,15 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
         proxy_headers=False,
         timeout_graceful_shutdown=GRACE_S,
     )
-    server = _punctual(uvicorn.Server)(config)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done: then end with code 0
+
+    def listening() -> None:
+        _spare_the_collector()
+        if ready_fd is not None:
+            os.write(ready_fd, b"1")
+            os.close(ready_fd)
+
+    server = GatewayServer(config, listening)
+    server.listen_for_signals()
     try:
         server.run(sockets=[socket.socket(fileno=fd)])
     finally:  # uvicorn ends the process itself, and says only that the start failed
@@ -86,23 +91,6 @@ def _serve_app(settings: Settings, slot: int, fd: int) -> None:
             raise StartRefused(app.state.worker.refused)
     if not server.started:
         raise typer.Exit(1)
-
-
-def _punctual(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
-    """A SIGTERM is also a promise to be gone soon, however stuck something is: the journal makes that safe."""
-
-    class PunctualServer(server):  # type: ignore[misc, valid-type]
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            _spare_the_collector()
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            timer = threading.Timer(GONE_AFTER_S, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
-            super().handle_exit(sig, frame)
-
-    return PunctualServer
 
 
 def _spare_the_collector() -> None:
@@ -134,11 +122,39 @@ async def _post(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with ledger_of(settings) as db:
+    db = await _patiently_open(settings, stop)
+    if db is None:
+        return
+    try:
         poster = Poster(db, settings.storage.journal_path)
         _spare_the_collector()
         await poster.run(stop)
         await poster.drain()
+    finally:
+        await db.close()
+
+
+async def _patiently_open(settings: Settings, stop: asyncio.Event) -> Database | None:
+    """The database, brought up to date, as soon as it is there; None when told to stop before."""
+    from ledger.database import Database
+    from ledger.errors import LedgerUnavailable
+    from proxy.preflight import check_directories
+    from proxy.seeding import bring_up_to_date, check_startable_without_database
+
+    check_directories(settings)
+    said = False
+    while not stop.is_set():
+        try:
+            await bring_up_to_date(settings)
+            return await Database.open(settings.storage.database, command_timeout_s=POSTER_TIMEOUT_S)
+        except LedgerUnavailable as error:
+            check_startable_without_database(settings, error)
+            if not said:
+                say(f"posting waits for the database: {error}")
+            said = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), RETRY_S)
+    return None
 
 
 def backend(
@@ -162,40 +178,44 @@ def backend(
     os.execv(sys.executable, [sys.executable, "-P", "-m", "backend", *arguments])
 
 
-def migrate(config: ConfigOption = None, data_dir: DataDirOption = HERE) -> None:
+def migrate(
+    config: ConfigOption = None,
+    data_dir: DataDirOption = HERE,
+    new_key_secret: Annotated[
+        bool,
+        typer.Option(
+            "--new-key-secret",
+            help="Hash keys under this host's secret from now on. Keys and tokens made under another stop working.",
+        ),
+    ] = False,
+) -> None:
     """Bring the database to this version's schema, and publish configured prices of models that have none. `serve` and
     `gateway` do it by themselves."""
     settings = settings_of(config, data_dir)
-    run(_migrate(settings))
+    from proxy.preflight import check_directories
+    from proxy.seeding import bring_up_to_date
+
+    check_directories(settings)
+    if new_key_secret:
+        run(_change_secret(settings))
+    run(bring_up_to_date(settings))
     say("the database is up to date")
+
+
+async def _change_secret(settings: Settings) -> None:
+    from proxy.seeding import change_secret
+
+    async with ledger_of(settings) as db:
+        await change_secret(settings, db)
 
 
 def _migrate_if_possible(settings: Settings) -> None:
     """A gateway comes up without its database, says so in /health/ready, and serves as soon as it is there."""
     from ledger.errors import LedgerUnavailable
-    from proxy.preflight import StartRefused
-    from proxy.secrets import has_key_secret
+    from proxy.seeding import bring_up_to_date, check_startable_without_database
 
     try:
-        run(_migrate(settings))
-        run(_check_secret(settings))
+        run(bring_up_to_date(settings))
     except LedgerUnavailable as error:
-        if not has_key_secret(settings):
-            raise StartRefused(
-                f"{error}; without it nobody knows whether this host needs another's key-secret"
-            ) from None
+        check_startable_without_database(settings, error)
         say(f"starting without a database: {error}")
-
-
-async def _migrate(settings: Settings) -> None:
-    from proxy.seeding import seed_prices
-
-    async with ledger_of(settings) as db:
-        await seed_prices(db, settings)
-
-
-async def _check_secret(settings: Settings) -> None:
-    from proxy.seeding import secret_of
-
-    async with ledger_of(settings) as db:
-        await secret_of(settings, db)

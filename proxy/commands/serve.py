@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +17,9 @@ from proxy.commands.options import HERE, ConfigOption, DataDirOption, say, setti
 if TYPE_CHECKING:
     from proxy.seeding import FirstRun
     from proxy.settings import Settings
-    from proxy.supervisor import Plan
+    from proxy.supervisor import Plan, Supervisor
+
+RETRY_S = 1.0
 
 
 def serve(
@@ -35,15 +39,14 @@ def serve(
         arguments += ["--config", str(config)]
     for name, value in (("--host", host), ("--port", port), ("--workers", workers)):
         arguments += [] if value is None else [name, str(value)]
-    raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments))))
+    read_again = partial(settings_of, config, data_dir.absolute(), overrides)
+    raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments), read_again)))
 
 
-async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
+async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Callable[[], object]) -> int:
     from proxy import preflight
 
     began = time.monotonic()
-    if settings.webhooks:
-        say("webhooks are configured, and this version does not send any yet")
     preflight.check_directories(settings)
     with preflight.claim_data_directory(settings):
         preflight.check_backend_installed(settings)
@@ -53,7 +56,7 @@ async def _serve(settings: Settings, arguments: tuple[str, ...]) -> int:
             port = preflight.backend_port(backend) if backend is not None and backend.url is None else None
             from proxy.supervisor import Plan
 
-            return await _supervise(Plan(settings, arguments, listener, port), began)
+            return await _supervise(Plan(settings, arguments, listener, port, read_again), began)
 
 
 async def _supervise(plan: Plan, began: float) -> int:
@@ -61,35 +64,79 @@ async def _supervise(plan: Plan, began: float) -> int:
 
     supervisor = Supervisor(plan, say)
     supervisor.listen_for_signals()
-    first_run: FirstRun | None = None
-
-    async def prepare() -> None:
-        from proxy import seeding  # imports SQLAlchemy: while the backend is on its way already
-
-        nonlocal first_run
-        first_run = await seeding.prepare(plan.settings)
-
+    ledger = _Preparation(plan.settings)
     ready = False
     try:
         with _Progress() as progress:
-            ready = await supervisor.start(prepare, progress)
+            ready = await supervisor.start(ledger.try_once, progress)
     finally:
-        if first_run is not None and not ready:
-            _show_token(first_run)
+        if ledger.first_run is not None and not ready:
+            _show_token(ledger.first_run)
     if not ready:
         await supervisor.stop()
         return 0
     supervisor.watch()
+    try:
+        if not await _until(supervisor, ledger.finish()):
+            await _show_screen(plan, ledger, began)
+            await supervisor.stop_requested.wait()
+    finally:
+        say("stopping: finishing what runs, at most 10 s (again to stop at once)")
+        await supervisor.stop()
+        say("stopped")
+    return 0
+
+
+async def _until(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether a stop was requested before the work was done. Raises what it raises."""
+    working = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(supervisor.stop_requested.wait())
+    try:
+        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return stopped.done()
+    finally:
+        working.cancel()
+        stopped.cancel()
+
+
+async def _show_screen(plan: Plan, ledger: _Preparation, began: float) -> None:
     from proxy.start_screen import start_screen
 
-    assert first_run is not None
-    sys.stdout.write(await start_screen(plan, first_run, time.monotonic() - began))
+    assert ledger.first_run is not None
+    sys.stdout.write(await start_screen(plan, ledger.first_run, time.monotonic() - began))
     sys.stdout.flush()
-    await supervisor.stop_requested.wait()
-    say("stopping: finishing what runs, at most 10 s (again to stop at once)")
-    await supervisor.stop()
-    say("stopped")
-    return 0
+
+
+class _Preparation:
+    """What the first start puts into the ledger, as soon as the ledger is there."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.first_run: FirstRun | None = None
+
+    async def try_once(self) -> None:
+        """Leaves `first_run` None while the database is away. Raises StartRefused, LedgerError where waiting is of no
+        use."""
+        from ledger.errors import LedgerUnavailable
+        from proxy import seeding  # imports SQLAlchemy: while the backend is on its way already
+
+        try:
+            self.first_run = await seeding.prepare(self.settings)
+        except LedgerUnavailable as error:
+            seeding.check_startable_without_database(self.settings, error)
+            say(f"starting without the database, requests get 503 until it is there: {error}")
+
+    async def finish(self) -> None:
+        """Returns when `first_run` is there. Raises what `try_once` raises."""
+        from ledger.errors import LedgerUnavailable
+        from proxy import seeding
+
+        while self.first_run is None:
+            await asyncio.sleep(RETRY_S)
+            with contextlib.suppress(LedgerUnavailable):
+                self.first_run = await seeding.prepare(self.settings)
 
 
 def _show_token(first_run: FirstRun) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from proxy.commands import roles
+from proxy import server
 from proxy.supervisor import STOP_WITHIN_S
 from tests.deploy.material import (
     DOCKER,
@@ -212,7 +212,7 @@ def test_everything_gets_the_time_it_needs_to_stop() -> None:
     pod = dict(pods())["gateway"]
     gateway = pod["containers"][0]
     pause = int(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > pause + roles.GONE_AFTER_S + 10
+    assert pod["terminationGracePeriodSeconds"] > pause + server.GONE_AFTER_S + 10
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/health/ready"
     assert gateway["livenessProbe"]["httpGet"]["path"] == "/health/live", (
         "a database that is away is no reason to restart"
