@@ -302,6 +302,7 @@ class Gate:
                     self._plans.book = await PriceBook.load(c, self.clock())
                 if any(change.subject_kind == "month" for change in changes):
                     self.months.learn(await months_to_seal(c))
+                    self._next_heartbeat_ms = 0  # tell SQL what still runs there
             leases.down_since_ms = None
             leases.resync()
             self.journal.posted(cursor or 0)
@@ -388,7 +389,7 @@ class Gate:
                 self.journal_failed(error)
                 return
             self.months.sealed(seal)
-            self._next_heartbeat_ms = 0  # tell SQL
+            self._next_heartbeat_ms = 0
 
     async def _journal_progress(self) -> None:
         while True:

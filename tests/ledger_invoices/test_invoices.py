@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ from sqlalchemy import update
 
 from ledger import invoices
 from ledger.audit import By
-from ledger.database import Database
 from ledger.documents import file_name, format_named
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.money import format_amount, parse_amount
 from ledger.month_figures import draft_statement
-from ledger.periods import next_period, period_bounds, period_of, previous_period
+from ledger.periods import next_period, period_bounds
 from ledger.publishing import Quote, publish_prices
 from ledger.receipts import receipt_of
 from ledger.schema import invoices as invoice_table
@@ -28,28 +26,11 @@ from ledger.statements import Statement
 from ledger.teams import TeamChange, update_team
 from ledger.topups import refund
 from tests.ledger_flow.material import MODEL, House, now_ms, price, run, used
-
-ZONE = "Asia/Shanghai"
-THIS_MONTH = period_of(now_ms(), ZONE)
-LAST_MONTH = previous_period(THIS_MONTH)
-CHECK_RECEIPT = Path(__file__).parents[2] / "scripts" / "check_receipt.py"
-
-
-@pytest.fixture
-async def house(ledger_url: str, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(await Database.open(ledger_url), tmp_path / "journal")
-    await house.furnish(at_ms=period_bounds(LAST_MONTH, ZONE)[0])  # prices and money are there from then on
-    yield house
-    await house.close()
+from tests.ledger_invoices.material import CHECK_RECEIPT, LAST_MONTH, THIS_MONTH, ZONE, draft
 
 
 def after(period: str) -> By:
     return By("finance", period_bounds(period, ZONE)[1])
-
-
-async def draft(house: House, period: str = THIS_MONTH) -> Statement:
-    async with house.db.read() as c:
-        return await draft_statement(c, house.team_id, period)
 
 
 async def finalize(house: House, period: str = THIS_MONTH, by: By | None = None) -> invoices.Invoice:

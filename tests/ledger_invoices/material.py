@@ -1,0 +1,60 @@
+"""Short ways to spend in a month that is over, and to look at what became of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ledger import invoices
+from ledger.audit import By
+from ledger.gate import Ask
+from ledger.month_figures import draft_statement
+from ledger.periods import period_bounds, period_of, previous_period
+from ledger.receipts import receipt_of
+from ledger.statements import Statement
+from ledger.verify import verify
+from tests.ledger_flow.material import House, now_ms
+
+ZONE = "Asia/Shanghai"
+THIS_MONTH = period_of(now_ms(), ZONE)
+LAST_MONTH = previous_period(THIS_MONTH)
+CHECK_RECEIPT = Path(__file__).parents[2] / "scripts" / "check_receipt.py"
+
+
+def in_month(house: House, period: str = LAST_MONTH, **options: Any) -> Ask:
+    """A request that is admitted in the middle of a month."""
+    return house.ask(at_ms=period_bounds(period, house.timezone)[0] + 14 * 86_400_000, **options)
+
+
+async def draft(house: House, period: str = THIS_MONTH) -> Statement:
+    async with house.db.read() as c:
+        return await draft_statement(c, house.team_id, period)
+
+
+async def finalized(house: House, period: str = LAST_MONTH) -> invoices.Invoice:
+    """Of a month that is closed."""
+    by = By("finance", max(now_ms(), period_bounds(period, house.timezone)[1]))
+    async with house.db.begin() as c:
+        return await invoices.finalize(c, house.team_id, period, by)
+
+
+async def included(house: House, request_id: str, invoice: invoices.Invoice) -> bool:
+    """Whether the stand-alone script finds the request's receipt under the invoice's root."""
+    async with house.db.read() as c:
+        receipt = await receipt_of(c, request_id)
+    fields = ("request_id", "record", "index", "size", "path", "root")
+    answer = json.dumps({"receipt": {name: getattr(receipt, name) for name in fields}})
+    return _checked(answer, str(invoice.merkle_root))
+
+
+def _checked(answer: str, root: str) -> bool:
+    command = [sys.executable, str(CHECK_RECEIPT), "--root", root]
+    return subprocess.run(command, input=answer, capture_output=True, text=True).returncode == 0
+
+
+async def proven(house: House, month: str | None = None) -> None:
+    report = await verify(house.db, house.journal_dir, month)
+    assert report.first_difference is None
