@@ -15,7 +15,7 @@ import structlog
 
 from ledger.errors import AlreadyAnswered, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
-from ledger.records import Status
+from ledger.records import FailedAttempt, Status
 from policies.access import Network, check_access
 from policies.admission import Admission, Slot
 from policies.drafts import choose_draft
@@ -202,6 +202,7 @@ class Gateway:
             except UpstreamFailed as error:
                 failure = error
                 self._failed(deployment, error.kind, error.pause_ms)
+                _note_cost(run, deployment, error)
                 if error.kind == "request":
                     break
             else:
@@ -214,6 +215,8 @@ class Gateway:
                 slot.release()
         assert failure is not None
         run.ticket.correct(0)
+        if run.failed_attempts:
+            await self._settle_in_vain(run)
         raise failure.error
 
     def _failed(self, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
@@ -380,12 +383,23 @@ class Gateway:
             latency_ms=run.reply.elapsed_ms(),
             ttft_ms=None if first_token_ns is None else run.reply.elapsed_ms(first_token_ns),
             answer=answer,
+            failed_attempts=run.failed_attempts,
         )
         receipt = await run.hold.settle(outcome)
         run.settled = True
         run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)
         self._metrics.settled(run.request.call.model, outcome, receipt)
         return Settled(tokens, receipt, run.draft_model)
+
+    async def _settle_in_vain(self, run: Run) -> None:
+        """Nobody answered: the client pays nothing, and what it cost us is kept under its request."""
+        assert run.deployment is not None
+        name, failed = run.deployment.name, run.failed_attempts
+        nothing = Tokens(prompt_tokens=0)
+        await run.hold.settle(
+            Outcome("failed", name, None, nothing, run.attempts, 0, run.reply.elapsed_ms(), failed_attempts=failed)
+        )
+        run.settled = True
 
     async def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
         self._metrics.refused(error.code or error.type)
@@ -423,6 +437,15 @@ async def _in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], se
             raise
         message = f"The upstream `{deployment.upstream.name}` did not answer in time."
         raise UpstreamFailed("timeout", upstream_timeout(message)) from error
+
+
+def _note_cost(run: Run, deployment: Deployment, error: UpstreamFailed) -> None:
+    """What a failed attempt costs at least: the prompt, if the provider took it."""
+    if deployment.price is not None and not error.refused:
+        text = prompt_text(run.request.call.fields)
+        cost = deployment.price.cost(deployment.upstream.counting.prompt_tokens(text), 0, 0)
+        if cost:
+            run.failed_attempts.append(FailedAttempt(deployment.name, cost))
 
 
 def _broken(deployment: Deployment, what: str) -> UpstreamFailed:

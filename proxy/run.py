@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ledger.gate import Ask, Hold, Spender
+from ledger.records import FailedAttempt
 from policies.access import Principal
 from policies.drafts import Speculation
 from policies.quotas import Ticket
@@ -93,6 +94,8 @@ class Run:
     reply: Reply
     deployment: Deployment | None = None
     attempts: int = 0
+    failed_attempts: list[FailedAttempt] = field(default_factory=list)
+    """Those that cost us something."""
     draft_model: str | None = None
     settled: bool = False
     """Its money is decided: charged, or free again."""

@@ -39,6 +39,8 @@ class UpstreamFailed(Exception):
         self.error = error
         self.pause_ms = pause_ms
         """How long it asked to be left alone (429)."""
+        self.refused = kind in ("connect", "busy", "request")
+        """It did not take the request, so it costs nothing; else it may have worked for us, and bills that."""
 
 
 class Answer(Protocol):
@@ -225,7 +227,9 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 def failure_of(name: str, status: int, headers: dict[bytes, bytes], body: bytes) -> UpstreamFailed:
     """What an answer that is not 2xx means. The caller's own mistakes and 429 pass through with their error object."""
     if status not in _PASSED_THROUGH:
-        return UpstreamFailed("broken", upstream_error(f"The upstream `{name}` answered with HTTP {status}."))
+        failed = UpstreamFailed("broken", upstream_error(f"The upstream `{name}` answered with HTTP {status}."))
+        failed.refused = True
+        return failed
     passed = tuple((header, headers[header]) for header in _RETRY_HEADERS if header in headers)
     error = ApiError(
         status,
