@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
 from backend.calibration import measure_steps
+from backend.costs import StepCosts
 from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
 from backend.loading import choose_dtype, load_model, load_tokenizer, resolve_weights
