@@ -1,0 +1,203 @@
+"""Whatever a client sends, and whatever an upstream answers, to a served gateway: no failure of ours, no hang, no hold
+that stays open, and books that still prove. Seeded and short here; `make soak SECONDS=600` goes on with more seeds,
+from `SEED` on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from ledger.verify import verify
+from tests.conftest import run_apart
+from tests.proxy.scripted import Script, ScriptedUpstream, post
+from tests.proxy.serving import PRICE, Gateway, configuration
+from tests.proxy.test_fuzz import CHUNK, EVENT, JSON
+from tests.services import wait_until
+
+SECONDS = float(os.environ.get("SECONDS", "0"))
+SEED = int(os.environ.get("SEED", "0"))
+EXAMPLES = 100
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+PLAIN = json.dumps(
+    {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+    }
+).encode()
+GOOD = Script((b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n", PLAIN))
+"""Answers a request for a stream too."""
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer"]) | JSON
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "input_text", "input_image", "tool_use", "tool_result"]) | JSON},
+    optional={"text": JSON, "image_url": JSON, "input": JSON, "id": JSON, "content": JSON, "tool_use_id": JSON},
+)
+MESSAGE = st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=8) | st.lists(PART, max_size=2) | JSON})
+FIELDS = ["stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user", "tools", "tool_choice"]
+FIELDS += ["response_format", "instructions", "system", "metadata", "thinking", "best_of", "stop", "text", "reasoning"]
+BODY = st.builds(
+    lambda known, prompt, fields: {**known, **prompt, **fields},
+    st.just({"model": "m", "max_tokens": 8}),
+    st.dictionaries(st.sampled_from(["messages", "prompt", "input"]), st.lists(MESSAGE, max_size=3) | JSON),
+    st.dictionaries(st.sampled_from(FIELDS), JSON | st.booleans() | st.integers(-1, 9), max_size=4),
+)
+REQUEST = st.tuples(
+    st.sampled_from(PATHS),
+    BODY.map(lambda body: json.dumps(body).encode()) | st.binary(max_size=60),
+    st.sampled_from(
+        [
+            b"",
+            b"x-draft-model: nonsense\r\n",
+            b"x-speculative-decoding: \xff\r\n",
+            b"idempotency-key: one\r\n",
+            b"traceparent: \xe4\r\n",
+            b"content-encoding: gzip\r\n",
+        ]
+    ),
+)
+
+STATUS = st.sampled_from([200, 200, 200, 200, 201, 204, 206, 302, 400, 401, 404, 413, 422, 429, 500, 503, 599, 99, 0])
+HEADER = st.sampled_from(
+    [
+        b"content-type: text/event-stream",
+        b"content-type: application/json",
+        b"content-length: 5",
+        b"content-length: -1",
+        b"transfer-encoding: chunked",
+        b"content-encoding: gzip",
+        b"content-encoding: br",
+        b"retry-after: soon",
+        b"retry-after: 1e999",
+        b"connection: keep-alive",
+        b"no colon here",
+        b"x: " + b"y" * 3000,
+    ]
+)
+BODIES = st.one_of(
+    st.lists(EVENT, max_size=6).map(b"".join),
+    CHUNK.map(lambda chunk: json.dumps(chunk).encode()),
+    st.binary(max_size=80),
+    st.just(PLAIN),
+    st.just(b"5\r\nhello\r\n0\r\n\r\n"),
+)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Script:
+    if draw(st.integers(0, 9)) == 0:
+        data = draw(st.binary(max_size=120))
+    else:
+        lines = [b"HTTP/1.1 %d X" % draw(STATUS), *draw(st.lists(HEADER, max_size=3))]
+        data = b"\r\n".join([*lines, b"", b""]) + draw(BODIES)
+    size = draw(st.sampled_from([1, 7, 64, 4096]))
+    packets = tuple(data[at : at + size] for at in range(0, len(data), size))
+    return Script(packets, resets=draw(st.booleans()), stays=draw(st.integers(0, 40)) == 0)
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedUpstream]:
+    with ScriptedUpstream() as upstream:
+        yield upstream
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory, scripted: ScriptedUpstream) -> Iterator[Gateway]:
+    """`m` speaks chat only, `native` all dialects; nobody rests and nobody waits for long."""
+    model = {"deployments": [{"to": "chat", "model": "gpt-4"}], "price": PRICE}
+    native = {"deployments": [{"to": "native", "model": "gpt-4"}], "price": PRICE}
+    config = configuration({"chat": scripted.base_url, "native": scripted.base_url}, m=model, native=native)
+    config["upstreams"]["native"]["native"] = ["responses", "messages"]
+    for upstream in config["upstreams"].values():
+        upstream |= {"first_byte_timeout_s": 0.3, "idle_timeout_s": 0.3, "read_timeout_s": 1.0}
+    with Gateway(tmp_path_factory.mktemp("fuzzed"), config) as gateway:
+        yield gateway
+
+
+def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """One seeded round, and others until the time is over."""
+    number, until = SEED, time.monotonic() + SECONDS
+    while True:
+        wanted = hypothesis.settings(
+            max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+        )
+        hypothesis.seed(number)(wanted(hypothesis.given(strategy)(lambda value: check(value))))()
+        number += 1
+        if time.monotonic() >= until:
+            return
+
+
+def ask(gateway: Gateway, path: str, body: bytes, headers: bytes = b"") -> int:
+    """The status of an answer that came in time, was no failure of ours and left nothing open."""
+    worker = gateway.app.state.worker
+    for route in worker.routes.values():
+        for deployment in route.deployments:
+            deployment.fitness.succeeded()
+    status, answer = post(gateway.port, path, gateway.key, body, headers)
+    assert status != 500, answer
+    assert b"internal_error" not in answer
+    wait_until(lambda: worker.gate._open_holds == 0 and not worker.admission.running("chat"), 3, "the end of the hold")
+    return status
+
+
+def prove(gateway: Gateway) -> None:
+    """Every row ties to transfers and balances."""
+    from ledger.database import Database
+
+    async def check() -> Any:
+        db = await Database.open(gateway.settings.storage.database)
+        try:
+            return await verify(db, gateway.settings.storage.journal_path, None)
+        finally:
+            await db.close()
+
+    time.sleep(0.5)
+    report = run_apart(check)
+    assert report.ok, report
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180 + 2 * SECONDS)
+def test_no_request_makes_a_failure_a_hang_or_an_open_hold(fuzzed: Gateway, scripted: ScriptedUpstream) -> None:
+    scripted.script = GOOD
+
+    def check(request: tuple[str, bytes, bytes]) -> None:
+        status = ask(fuzzed, *request)
+        assert status < 500 or status == 502, request  # 502: a stream of chat for one of embeddings, say
+        if status == 502:
+            assert request[0] == "/v1/embeddings" or request[0] == "/v1/completions"
+
+    fuzz(REQUEST, check)
+    prove(fuzzed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180 + 2 * SECONDS)
+def test_no_answer_of_an_upstream_makes_a_failure_a_hang_or_an_open_hold(
+    fuzzed: Gateway, scripted: ScriptedUpstream
+) -> None:
+    asked = st.tuples(st.sampled_from(PATHS), st.sampled_from(["m", "native"]), st.booleans(), scripts())
+
+    def check(case: tuple[str, str, bool, Script]) -> None:
+        path, model, stream, script = case
+        scripted.script = script
+        body = {**ASK, "model": model, "input": "hi", "prompt": "hi", "stream": stream}
+        for name in {"/v1/responses": ("messages", "prompt", "max_tokens"), "/v1/messages": ("input", "prompt")}.get(
+            path, ("input",)
+        ):
+            body.pop(name)
+        ask(fuzzed, path, json.dumps(body).encode())
+
+    fuzz(asked, check)
+    scripted.script = replace(GOOD)
+    prove(fuzzed)
