@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -25,6 +26,8 @@ class ScriptedUpstream:
 
     def __init__(self) -> None:
         self.script = Script(())
+        self.received: list[bytes] = []
+        """The requests so far, head and body."""
         self._stop = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
@@ -49,7 +52,7 @@ class ScriptedUpstream:
         """One exchange; the connection is not kept, so that each answer stands alone."""
         try:
             with peer:
-                _read_request(peer)
+                self.received.append(_read_request(peer))
                 script = self.script
                 for packet in script.packets:
                     peer.sendall(packet)
@@ -62,30 +65,51 @@ class ScriptedUpstream:
             return
 
 
-def _read_request(peer: socket.socket) -> None:
+def _read_request(peer: socket.socket) -> bytes:
     data = b""
     while b"\r\n\r\n" not in data:
         part = peer.recv(SLICE)
         if not part:
-            return
+            return data
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
     lines = [line.partition(b":") for line in head.lower().split(b"\r\n")]
-    missing = next(int(value) for name, _, value in lines if name == b"content-length") - len(body)
-    while missing > 0:
-        missing -= len(peer.recv(SLICE)) or missing
+    length = next(int(value) for name, _, value in lines if name == b"content-length")
+    while len(body) < length and (part := peer.recv(SLICE)):
+        body += part
+    return head + b"\r\n\r\n" + body
 
 
 def post(port: int, path: str, key: str, body: bytes, headers: bytes = b"", timeout_s: float = 10) -> tuple[int, bytes]:
-    """(status, body) of one request on a connection of its own. Raises TimeoutError when it hangs."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    )
+    """(status, raw body) of one request. Raises TimeoutError when it hangs."""
+    bearer = f"authorization: Bearer {key}\r\n".encode()
+    status, _, answer = exchange(port, path, body, bearer + headers, timeout_s)
+    return status, answer
+
+
+def exchange(
+    port: int, path: str, body: bytes, headers: bytes, timeout_s: float = 10
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of one request on a connection of its own. Raises TimeoutError when it hangs."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n".encode()
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as peer:
-        peer.sendall(head.encode() + headers + b"\r\n" + body)
+        with contextlib.suppress(ConnectionError):  # it may answer, and close, before it has read all
+            peer.sendall(head + headers + b"content-type: application/json\r\n\r\n" + body)
         data = b""
-        while part := peer.recv(SLICE):
-            data += part
-    head_bytes, _, rest = data.partition(b"\r\n\r\n")
-    return int(head_bytes.split(b" ", 2)[1]), rest
+        with contextlib.suppress(ConnectionError):
+            while part := peer.recv(SLICE):
+                data += part
+    section, _, rest = data.partition(b"\r\n\r\n")
+    status, *lines = section.decode("latin-1").split("\r\n")
+    found = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(status.split()[1]), found, _joined(rest) if "transfer-encoding" in found else rest
+
+
+def _joined(body: bytes) -> bytes:
+    """A chunked body without its chunks."""
+    out = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        out += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    return out
