@@ -534,6 +534,14 @@ deployment_samples = _table(
     Column("utilisation_permille", Int, nullable=False),  # the sum of what was seen
 )
 
+deployment_failures = _table(
+    "deployment_failures",
+    Column("model", Text, primary_key=True),
+    Column("deployment", Text, primary_key=True),
+    Column("minute_ms", Int, primary_key=True),
+    Column("failures", Int, nullable=False),  # attempts that failed, also where another deployment then answered
+)
+
 ramps = _table(
     "ramps",
     Column("model", Text, primary_key=True),

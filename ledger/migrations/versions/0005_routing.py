@@ -49,6 +49,15 @@ def upgrade() -> None:
         sqlite_strict=True,
     )
     op.create_table(
+        "deployment_failures",
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("deployment", sa.Text(), nullable=False),
+        sa.Column("minute_ms", Int, nullable=False),
+        sa.Column("failures", Int, nullable=False),
+        sa.PrimaryKeyConstraint("model", "deployment", "minute_ms", name="pk_deployment_failures"),
+        sqlite_strict=True,
+    )
+    op.create_table(
         "ramps",
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("state", sa.Text(), nullable=False),
