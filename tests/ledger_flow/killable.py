@@ -89,18 +89,21 @@ def poster(config: Path, folder: Path) -> Killable:
 
 
 def serve_gateway(config: Path, folder: Path, slot: int, port: int) -> None:
-    from proxy.commands.roles import _serve_app
     from proxy.preflight import listen
-    from proxy.settings import load_settings
 
-    _serve_app(load_settings(config, folder), slot, listen("127.0.0.1", port).detach())
+    fd = listen("127.0.0.1", port).detach()
+    tallygate("gateway", config, folder, "--slot", str(slot), "--fd", str(fd))
 
 
 def post(config: Path, folder: Path) -> None:
-    from proxy.commands.roles import _post
-    from proxy.settings import load_settings
+    tallygate("poster", config, folder)
 
-    asyncio.run(_post(load_settings(config, folder)))
+
+def tallygate(role: str, config: Path, folder: Path, *options: str) -> None:
+    from proxy.cli import main
+
+    sys.argv = ["tallygate", role, "--config", str(config), "--data-dir", str(folder), *options]
+    main()
 
 
 def _run(log: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ import uvloop
 
 import ledger.posting
 import proxy.app
+import proxy.cli
 import proxy.commands.roles
 import proxy.http_server
 import proxy.logs
