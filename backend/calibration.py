@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from backend.adaptive import StepCosts
 from backend.attention import Segment
+from backend.costs import StepCosts
 from backend.model import PackedModel
 from backend.sampling import Noise, Row, SamplingParams, draw, first_largest
 

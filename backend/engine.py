@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
 from backend.attention import Segment
+from backend.costs import StepCosts
 from backend.drafts import Draft, DraftJob
 from backend.errors import BadRequest
 from backend.graphs import FixedRounds
@@ -39,7 +40,7 @@ class Totals:
     accepted_tokens: dict[str, int] = field(default_factory=dict)
     tested_at: dict[tuple[str, int], int] = field(default_factory=dict)
     accepted_at: dict[tuple[str, int], int] = field(default_factory=dict)
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    low_acceptance: dict[str, int] = field(default_factory=dict)  # requests by draft; counted once each
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -139,14 +140,30 @@ class Engine:
         if not plan:
             return []
         lengths = self.policy.lengths(plan.decoding, self.drafts, self.target.cache.capacity)
-        verified, drafted = self._fixed_round(plan, lengths), started
+        verified, drafted = self._fixed_round(plan, lengths), None
         if verified is None:
             proposals = self._draft(plan.decoding, lengths)
             drafted = time.perf_counter()
             verified = self._verify(plan, proposals)
         updates = self._emit(plan, verified)
-        self._count(started, drafted, time.perf_counter())
+        self._count(started, drafted or started, time.perf_counter())
+        if not plan.chunks:
+            self._learn(plan.decoding, lengths, verified, started, drafted)
         return updates
+
+    def _learn(
+        self,
+        rows: Sequence[Running],
+        lengths: Sequence[int],
+        verified: Sequence[_Verified],
+        started: float,
+        drafted: float | None,
+    ) -> None:
+        """Tell the policy how long this round took; drafted None: drafting and verification were one."""
+        seconds = time.perf_counter() - (drafted or started)
+        given = sum(len(row.drafted) for row in verified)
+        draft_seconds = None if drafted is None else drafted - started
+        self.policy.learn_round(rows, lengths, given, self.drafts, draft_seconds, seconds)
 
     def _fixed_round(self, plan: Round, lengths: Sequence[int]) -> list[_Verified] | None:
         """Draft and verify in captured graphs; None where this round is not of a kind that they can run."""
@@ -267,7 +284,7 @@ class Engine:
         totals.generated_tokens += kept
         if name is None:
             return
-        was_falling = sequence.tracker.fallen_back
+        was_low = sequence.tracker.low
         sequence.tracker.record(len(drafted), agreed)
         tested = min(len(drafted), agreed + 1)
         self.policy.learn(name, tested, agreed)
@@ -277,8 +294,8 @@ class Engine:
             key = (name, position + 1)
             totals.tested_at[key] = totals.tested_at.get(key, 0) + 1
             totals.accepted_at[key] = totals.accepted_at.get(key, 0) + (position < agreed)
-        if sequence.tracker.fallen_back and not was_falling:
-            totals.fallbacks[name] = totals.fallbacks.get(name, 0) + 1
+        if sequence.tracker.low and not was_low:
+            totals.low_acceptance[name] = totals.low_acceptance.get(name, 0) + 1
 
     def _count(self, started: float, drafted: float, ended: float) -> None:
         self.totals.rounds += 1

@@ -87,7 +87,7 @@ class _EngineCollector:
         for name, counts in (
             ("draft_tokens", totals.draft_tokens),
             ("accepted_tokens", totals.accepted_tokens),
-            ("acceptance_fallbacks", totals.fallbacks),
+            ("low_acceptance_requests", totals.low_acceptance),
         ):
             yield _labelled(f"tallygate_backend_{name}", ["draft"], (((d,), n) for d, n in dict(counts).items()))
         for name, positions in (("tested_at", totals.tested_at), ("accepted_at", totals.accepted_at)):

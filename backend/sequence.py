@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from backend.sampling import Row, SamplingParams, TokenLogprobs
+from backend.speculate import Rates
 from backend.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -148,45 +149,50 @@ class Sequence:
 
 
 class AcceptanceTracker:
-    """How well the draft does for one request. `rate` estimates that the next tested draft token is accepted.
+    """How well the draft does for one request: running rates of acceptance at the first drafted token and later ones.
 
-    Only tested tokens count: those after the first rejection of a block say nothing.
+    Only tested tokens count: those after the first rejection of a block say nothing. `low` says that less than half
+    of a whole window was accepted, which is a draft that does not fit; what to do about it is the cost model's.
     """
 
     WINDOW = 32
     _DECAY = 0.97
+    _WEIGHT = 4.0  # tested tokens that the pair's usual acceptance counts for
 
-    def __init__(self, prior: float = 0.7, weight: float = 2.0) -> None:
-        self._accepted = prior * weight
-        self._tested = weight
+    def __init__(self) -> None:
+        self._accepted = [0.0, 0.0]
+        self._tested = [self._WEIGHT, self._WEIGHT]
         self._window = [0, 0]
         self.rounds = 0  # rounds in which something was drafted
         self.idle_rounds = 0  # rounds since then
         self.drafting = True
-        self.fallen_back = False
+        self.low = False
+        self.start_from(Rates(0.7, 0.7))
 
-    def start_from(self, prior: float) -> None:
+    def start_from(self, usual: Rates) -> None:
         """Begin with the pair's usual acceptance; only before the first round."""
         if not self.rounds:
-            self._accepted = prior * self._tested
+            self._accepted = [rate * self._WEIGHT for rate in usual]
 
     @property
-    def rate(self) -> float:
-        return min(0.99, self._accepted / self._tested)
+    def rates(self) -> Rates:
+        first, later = (min(0.99, a / t) for a, t in zip(self._accepted, self._tested, strict=True))
+        return Rates(first, later)
 
     def record(self, drafted: int, accepted: int) -> None:
-        """One round's outcome. Below half over a whole window, the request falls back to plain decoding for good."""
+        """One round's outcome."""
         if drafted == 0:
             self.idle_rounds += 1
             return
         self.rounds += 1
         self.idle_rounds = 0
         tested = min(drafted, accepted + 1)
-        for hit in range(tested):
-            self._accepted = self._accepted * self._DECAY + (1.0 if hit < accepted else 0.0)
-            self._tested = self._tested * self._DECAY + 1.0
+        for depth in range(tested):
+            place = min(depth, 1)
+            self._accepted[place] = self._accepted[place] * self._DECAY + (depth < accepted)
+            self._tested[place] = self._tested[place] * self._DECAY + 1.0
         self._window[0] += accepted
         self._window[1] += tested
         if self._window[1] >= self.WINDOW:
-            self.fallen_back = self._window[0] * 2 < self._window[1]
+            self.low = self.low or self._window[0] * 2 < self._window[1]
             self._window = [0, 0]

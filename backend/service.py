@@ -11,8 +11,9 @@ from typing import Any
 
 import structlog
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
 from backend.calibration import measure_draw, measure_steps
+from backend.costs import StepCosts
 from backend.demo.draft import load_demo_draft
 from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
@@ -33,6 +34,7 @@ from backend.loading import (
     weights_label,
 )
 from backend.model import PackedModel
+from backend.speculate import Rates
 from backend.text import Tokenizer
 
 _log = structlog.get_logger("backend.service")
@@ -103,7 +105,7 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
     costs = _target_costs(target, settings, bool(drafts))
     policy = LengthPolicy(costs, fixed=settings.draft_length, draw_seconds=draw_seconds)
     policy.pair_rates.update(
-        {name: BUNDLED_DRAFT_ACCEPTANCE for name, spec in settings.drafts.items() if spec == "demo"}
+        {name: Rates(*BUNDLED_DRAFT_ACCEPTANCE) for name, spec in settings.drafts.items() if spec == "demo"}
     )
     engine = Engine(
         target,

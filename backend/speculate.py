@@ -7,6 +7,7 @@ expected number of tokens; arXiv 2408.07978 for acceptance by equality under sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,38 +47,54 @@ def closed_form_speedup(acceptance: float, length: int, draft_cost: float, verif
     return expected_tokens(acceptance, length) / (length * draft_cost + verify_cost)
 
 
+class Rates(NamedTuple):
+    """How probably a drafted token is accepted: the first of a block, and a later one when all before it were."""
+
+    first: float
+    later: float
+
+
+class Choice(NamedTuple):
+    """Draft lengths by row, and how many times faster than plain decoding the round should be with them."""
+
+    lengths: list[int]
+    gain: float
+
+
 def best_lengths(
-    acceptances: Sequence[float],
+    rates: Sequence[Rates],
     caps: Sequence[int],
     plain_rows: int,
     draft_seconds: Callable[[int], float],
     target_seconds: Callable[[int], float],
     gain: float = 1.0,
-) -> list[int]:
+) -> Choice:
     """Draft lengths for rows that share one draft: maximises tokens per second of the whole round.
 
-    The rows with the best acceptance draft first; `plain_rows` are verified in the same pass and draft nothing.
-    draft_seconds(rows) is the time of one draft step, target_seconds(tokens) that of one pass over packed tokens.
-    Speculation has to beat plain decoding by the factor `gain`; otherwise every length is 0.
+    Tokens are handed out one by one to the row where the next is most likely to be accepted; the best stop of that
+    walk wins. `plain_rows` are verified in the same pass and draft nothing. draft_seconds(rows) is the time of one
+    draft step, target_seconds(tokens) that of one pass over packed tokens. Speculation has to beat plain decoding by
+    the factor `gain`; otherwise every length is 0.
     """
-    rows = len(acceptances)
-    order = sorted(range(rows), key=lambda i: -acceptances[i])
-    plain = (rows + plain_rows) / target_seconds(rows + plain_rows)
-    best_rate, best = plain * gain, [0] * rows
-    longest = max(caps, default=0)
-    for drafting in range(1, rows + 1):
-        members = order[:drafting]
-        for length in range(1, longest + 1):
-            lengths = [min(length, caps[i]) for i in members]
-            tokens = sum(expected_tokens(acceptances[i], k) for i, k in zip(members, lengths, strict=True))
-            seconds = target_seconds(rows + plain_rows + sum(lengths))
-            seconds += sum(
-                draft_seconds(sum(k > j for k in lengths)) for j in range(length) if any(k > j for k in lengths)
-            )
-            rate = (tokens + rows - drafting + plain_rows) / seconds
-            if rate > best_rate:
-                best_rate = rate
-                best = [0] * rows
-                for i, k in zip(members, lengths, strict=True):
-                    best[i] = k
-    return best
+    rows = len(rates)
+    step = [0.0, *(draft_seconds(n) for n in range(1, rows + 1))]
+    walk = sorted(
+        (-rate.first * rate.later**depth, depth, row)
+        for row, (rate, cap) in enumerate(zip(rates, caps, strict=True))
+        for depth in range(cap)
+    )
+    tokens, drafting = float(rows + plain_rows), 0.0
+    at_depth = [0] * max(caps, default=0)
+    plain = tokens / target_seconds(rows + plain_rows)
+    best_rate, best = gain * plain, 0
+    for count, (likely, depth, _) in enumerate(walk, 1):
+        tokens -= likely
+        drafting += step[at_depth[depth] + 1] - step[at_depth[depth]]
+        at_depth[depth] += 1
+        rate = tokens / (target_seconds(rows + plain_rows + count) + drafting)
+        if rate > best_rate:
+            best_rate, best = rate, count
+    lengths = [0] * rows
+    for _, _, row in walk[:best]:
+        lengths[row] += 1
+    return Choice(lengths, best_rate / plain if best else 1.0)

@@ -2,7 +2,7 @@
 
     python -m backend.demo.evaluate --data-dir data --weights backend/demo/weights
 
-Speculation runs at a fixed draft length and never falls back, so that every kind is measured over its whole answers.
+Speculation runs at a fixed draft length, so that every kind is measured over its whole answers.
 Prints one table per temperature, in the form of MODEL_CARD.md.
 """
 
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
 from backend.calibration import measure_steps
+from backend.costs import StepCosts
 from backend.demo.draft import WEIGHTS, load_demo_draft
 from backend.demo.prompts import KINDS, Kind, prompts
 from backend.drafts import Draft, DraftJob, NgramThenModelDraft
@@ -118,7 +119,6 @@ class Evaluation:
             sequence = engine.add(
                 Request(str(i), ids, max_tokens, sampling, stop_tokens=self.stop_tokens, draft="demo")
             )
-            sequence.tracker.WINDOW = 1 << 30  # never falls back
             running.append(sequence)
         while not engine.idle:
             engine.step()

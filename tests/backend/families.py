@@ -16,7 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
+from backend.costs import StepCosts
 from backend.demo.draft import RecurrentDraft
 from backend.drafts import Draft, DraftJob, ModelDraft
 from backend.engine import Engine

@@ -14,8 +14,9 @@ import httpx
 import pytest
 import torch
 
-from backend.adaptive import LengthPolicy, StepCosts
+from backend.adaptive import LengthPolicy
 from backend.bundled import bundled_target
+from backend.costs import StepCosts
 from backend.drafts import NgramDraft
 from backend.engine import Engine
 from backend.loading import load_model, load_tokenizer, stop_tokens_of

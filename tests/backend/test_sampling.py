@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.sampling import Noise, Row, SamplingParams, draw, first_largest, logprobs_of, process
-from backend.speculate import accept, accepted_counts, best_lengths, closed_form_speedup, expected_tokens
+from backend.speculate import Rates, accept, accepted_counts, best_lengths, closed_form_speedup, expected_tokens
 
 CPU = torch.device("cpu")
 DRAWS = 20_000
@@ -164,12 +165,42 @@ def test_lengths_follow_cost_and_acceptance_down_to_zero() -> None:
     def dear(rows: int) -> float:
         return 0.018
 
-    assert best_lengths([0.9], [8], 0, cheap, flat) == [8]
-    assert best_lengths([0.3], [8], 0, dear, flat) == [0]
-    assert best_lengths([0.95], [8], 0, cheap, steep) == [0]
-    good, bad = best_lengths([0.95, 0.05], [8, 8], 0, cheap, lambda tokens: 0.02 + 0.002 * tokens)
+    def rates(*values: float) -> list[Rates]:
+        return [Rates(value, value) for value in values]
+
+    assert best_lengths(rates(0.9), [8], 0, cheap, flat).lengths == [8]
+    assert best_lengths(rates(0.3), [8], 0, dear, flat).lengths == [0]
+    assert best_lengths(rates(0.95), [8], 0, cheap, steep).lengths == [0]
+    good, bad = best_lengths(rates(0.95, 0.05), [8, 8], 0, cheap, lambda tokens: 0.02 + 0.002 * tokens).lengths
     assert good > 3
     assert bad <= 1
+    assert best_lengths([Rates(0.2, 0.99)], [8], 0, cheap, lambda tokens: 0.02 + 0.003 * tokens).lengths == [8]
+
+
+def test_lengths_are_the_best_of_all_that_can_be_chosen() -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def target(tokens: int) -> float:
+        return 0.02 + 0.0015 * tokens
+
+    def draft(rows: int) -> float:
+        return 0.001 + 0.0003 * rows
+
+    for _ in range(30):
+        first, second, third = torch.rand(3, generator=generator).tolist()
+        rates = [Rates(first, second), Rates(second, third), Rates(third, first)]
+
+        def speed(lengths: tuple[int, ...], rates: list[Rates] = rates) -> float:
+            pairs = list(zip(rates, lengths, strict=True))
+            tokens = 4 + sum(rate.first * rate.later**depth for rate, k in pairs for depth in range(k))
+            drafting = sum(draft(n) for depth in range(3) if (n := sum(k > depth for k in lengths)))
+            return tokens / (target(4 + sum(lengths)) + drafting)
+
+        choice = best_lengths(rates, [3, 3, 3], 1, draft, target)
+        chosen = tuple(choice.lengths)
+        best = max(speed(lengths) for lengths in itertools.product(range(4), repeat=3))
+        assert speed(chosen) > 0.97 * best
+        assert choice.gain == pytest.approx(speed(chosen) / speed((0, 0, 0)))
 
 
 @pytest.mark.parametrize("width", [40, 96, 512, 49_152])
