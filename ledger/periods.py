@@ -108,6 +108,19 @@ def _local(at_ms: int, timezone: str) -> datetime:
     return datetime.fromtimestamp(at_ms // 1000, UTC).astimezone(zone(timezone))
 
 
+def whole_hours(timezone: str, from_ms: int | None, to_ms: int | None) -> bool:
+    """Whether the zone's days begin at whole hours of UTC from then to then, daylight saving included."""
+    first = 2000 if from_ms is None else datetime.fromtimestamp(from_ms // 1000, UTC).year
+    last = 2100 if to_ms is None else datetime.fromtimestamp(to_ms // 1000, UTC).year
+    return all(_whole_hours_in(timezone, year) for year in range(max(first, 2000), min(last, 2100) + 1))
+
+
+@lru_cache(maxsize=4096)
+def _whole_hours_in(timezone: str, year: int) -> bool:
+    start_ms = int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1000
+    return all(_offset_ms(start_ms + day * 24 * HOUR_MS, timezone) % HOUR_MS == 0 for day in range(367))
+
+
 def _offset_ms(at_ms: int, timezone: str) -> int:
     offset = _local(at_ms, timezone).utcoffset()
     assert offset is not None

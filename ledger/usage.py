@@ -19,7 +19,7 @@ from ledger.entries import ROLLUP_SUMS, AccountInfo, TransferKey, transfers_of
 from ledger.errors import Invalid, NotFound
 from ledger.money import Currency
 from ledger.paging import Page, page
-from ledger.periods import DEFAULT_TIMEZONE, HOUR_MS, zone
+from ledger.periods import DEFAULT_TIMEZONE, HOUR_MS, whole_hours, zone
 from ledger.records import Charge, Settle, decode
 from ledger.schema import accounts, rollups, usage
 from ledger.sums import exact_sum, read_sum
@@ -209,14 +209,7 @@ def _needs_rows(wanted: UsageFilter, group_by: Sequence[str], timezone: str) -> 
     edges = [edge for edge in (wanted.from_ms, wanted.to_ms) if edge is not None]
     if any(edge % HOUR_MS for edge in edges) or wanted.end_user is not None or "end_user" in group_by:
         return True
-    return "day" in group_by and _offset_ms(timezone) % HOUR_MS != 0
-
-
-def _offset_ms(timezone: str) -> int:
-    """A zone that is not whole hours off in January of some year is taken as such all the time."""
-    offset = datetime(2026, 1, 1, tzinfo=UTC).astimezone(zone(timezone)).utcoffset()
-    assert offset is not None
-    return int(offset.total_seconds()) * 1000
+    return "day" in group_by and not whole_hours(timezone, wanted.from_ms, wanted.to_ms)
 
 
 def _group_column(table: Any, name: str, by_rows: bool) -> ColumnElement[Any]:

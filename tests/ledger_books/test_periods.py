@@ -14,6 +14,7 @@ from ledger.periods import (
     period_bounds,
     period_of,
     previous_period,
+    whole_hours,
     window_bounds,
     window_start,
 )
@@ -26,6 +27,16 @@ hour_ms, day_ms = 3_600_000, 86_400_000
 
 def ms(text: str, zone: str) -> int:
     return int(datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone)).timestamp() * 1000)
+
+
+def test_a_zone_that_is_half_an_hour_off_for_part_of_the_year_is_not_one_of_whole_hours() -> None:
+    """Lord Howe: eleven hours ahead in January, ten and a half in July."""
+    january, july = ms("2026-01-10", "UTC"), ms("2026-07-10", "UTC")
+    assert not whole_hours("Australia/Lord_Howe", january, july)
+    assert not whole_hours("Asia/Kolkata", january, july)
+    assert not whole_hours("Australia/Lord_Howe", None, None)
+    for zone in ("UTC", "Asia/Shanghai", "America/New_York", "Europe/Berlin"):
+        assert whole_hours(zone, None, None)
 
 
 def test_a_month_begins_at_midnight_in_the_teams_zone() -> None:
