@@ -37,7 +37,10 @@ from ledger.errors import (
     InsufficientQuota,
 )
 from ledger.gate import Gate, Hold
+from ledger.invoices import finalize
 from ledger.migrations import migrate
+from ledger.month_figures import draft_statement
+from ledger.periods import period_of, previous_period
 from ledger.publishing import Quote, publish_prices
 from ledger.quotas import Scope
 from ledger.verify import verify
@@ -49,6 +52,7 @@ T = TypeVar("T")
 MONTH_MS = 31 * 86_400_000
 SMALL = USD // 2_000
 SLOTS = (0, 1)
+ZONE = "Asia/Shanghai"
 
 
 class Flow(RuleBasedStateMachine):
@@ -70,6 +74,9 @@ class Flow(RuleBasedStateMachine):
         self.keys: dict[str, tuple[str, bytes]] = {}
         self.opened: dict[int, Gate] = {}
         self.prices = 0
+        self.closed_through = ""
+        self.invoices: dict[str, tuple[int, str | None]] = {}
+        """By month: what it was sealed as."""
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 60))
@@ -182,7 +189,7 @@ class Flow(RuleBasedStateMachine):
             self.stream(held, output // 2)
             self.settle(held, share, False)
 
-    @rule(what=st.sampled_from(range(12)), number=st.integers(0, 80))
+    @rule(what=st.sampled_from(range(13)), number=st.integers(0, 80))
     def upkeep(self, what: int, number: int) -> None:
         """What is no request: rarer than requests, so one rule for all of it."""
         match what:
@@ -202,8 +209,10 @@ class Flow(RuleBasedStateMachine):
                 self.change_the_budget(number)
             case 10:
                 self.change_the_price(1 + number % 9)
-            case _:
+            case 11:
                 self.turn_the_month()
+            case _:
+                self.close_the_month(leave_out=number % 3 == 0)
 
     def kill_and_restart(self, slot: int) -> None:
         async def work() -> None:
@@ -243,6 +252,36 @@ class Flow(RuleBasedStateMachine):
 
     def turn_the_month(self) -> None:
         self.shift_ms += MONTH_MS
+
+    def close_the_month(self, leave_out: bool) -> None:
+        """The month before the clock's. It may have to wait for requests that run; what is closed gets an invoice."""
+
+        async def work() -> None:
+            by = By("finance", self.clock())
+            period = previous_period(period_of(by.at_ms, ZONE))
+            slots = tuple(gate.leases.slot_id for gate in self.opened.values()) if leave_out else ()
+            await self.house.try_to_close(period, ZONE, by, leave_out=slots)
+            for gate in self.opened.values():
+                await gate.refresh()
+            poster = self.house.poster(clock=self.clock)
+            await poster.drain()
+            poster.close()
+            month = await self.house.try_to_close(period, ZONE, by, leave_out=slots)
+            if month.state == "closed":
+                self.closed_through = max(self.closed_through, period)
+                await self.finalize_through(by)
+
+        self.do(work())
+
+    async def finalize_through(self, by: By) -> None:
+        """All closed months in order; one that is skipped because nothing was used in it may not be made later."""
+        periods = sorted({row.billed_in or row.period for row in await self.house.rows()})
+        for period in periods:
+            if period <= self.closed_through:
+                async with self.house.db.begin() as c:
+                    invoice = await finalize(c, self.house.team_id, period, by)
+                first = self.invoices.setdefault(period, (invoice.exact_usd_pico, invoice.merkle_root))
+                assert (invoice.exact_usd_pico, invoice.merkle_root) == first
 
     def post(self, frames: int) -> None:
         async def work() -> None:
@@ -289,6 +328,10 @@ class Flow(RuleBasedStateMachine):
         for request_id in rows.keys() - self.receipts.keys():
             assert rows[request_id].status == "crashed"
             assert rows[request_id].cost_usd_pico <= self.maximum[request_id]
+        for period, (exact, root) in self.invoices.items():
+            async with house.db.read() as c:
+                month = await draft_statement(c, house.team_id, period)
+            assert (month.exact_usd_pico, month.merkle_root) == (exact, root)
         debited = (await house.account()).debits_pico
         assert debited == sum(row.cost_usd_pico for row in rows.values()) <= self.paid_in
         await house.db.close()
