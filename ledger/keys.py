@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from ipaddress import ip_network
 from typing import Any, Literal
@@ -257,9 +257,14 @@ def _check(key: Key) -> None:
             raise Invalid(f"not an address or network: {address!r}", "allowed_ips") from None
 
 
+def key_row(key: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a key, from its fields by name."""
+    lists = {name: _json(key[name]) for name in ("models", "drafts", "allowed_ips")}
+    return key | lists | {"end_user_required": int(key["end_user_required"])}
+
+
 def _columns(key: Key) -> dict[str, Any]:
-    lists = {name: _json(getattr(key, name)) for name in ("models", "drafts", "allowed_ips")}
-    return msgspec.structs.asdict(key) | lists | {"end_user_required": int(key.end_user_required)}
+    return key_row(msgspec.structs.asdict(key))
 
 
 def _key(row: Any) -> Key:
@@ -274,5 +279,5 @@ def _tuple(values: Iterable[str] | None) -> tuple[str, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _json(values: tuple[str, ...] | None) -> str | None:
+def _json(values: Sequence[str] | None) -> str | None:
     return None if values is None else msgspec.json.encode(values).decode()

@@ -23,6 +23,7 @@ from ledger.publishing import verify_versions
 from ledger.schema import invoices, periods, rollups, suspense, teams
 from ledger.verify_acts import check_acts
 from ledger.verify_journal import check_batches, check_journals
+from ledger.verify_keys import check_keys
 from ledger.verify_rows import check_accounts, check_leases, check_rollups, check_topups, check_transfers, read_usage
 
 Progress = Callable[[str], None]
@@ -97,6 +98,7 @@ async def verify(
         await run("prices", lambda: verify_versions(c))
         await run("audit", lambda: audit.verify_chain(c))
         await run("acts", lambda: check_acts(c))
+        await run("keys", lambda: check_keys(c))
         await run("months", lambda: _check_late(c))
         await run("invoices", lambda: _check_invoices(c, month))
     return Report(all(check.ok for check in checks), checks, unposted)

@@ -23,6 +23,7 @@ from ledger.errors import (
 )
 from ledger.invoices import finalize
 from ledger.journal import Files, list_epochs
+from ledger.keys import KeyChange, KeyHasher, create_key, delete_key, rotate_key, update_key
 from ledger.leases import Fenced
 from ledger.periods import period_bounds, period_of
 from ledger.publishing import Quote, publish_prices
@@ -34,6 +35,7 @@ from ledger.topups import expire_grants, grant, refund
 from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from ledger.verify_acts import check_acts
+from ledger.verify_keys import check_keys
 from tests.ledger_flow.material import MODEL, OUTPUT, USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
 
@@ -451,6 +453,33 @@ async def test_the_proof_names_what_was_changed_by_hand_and_no_act_says_so(house
             await c.execute(text(statement))
             assert (await check_acts(c))[1] is not None, statement
             await transaction.rollback()
+
+
+async def test_the_proof_names_a_key_that_was_changed_by_hand(house: House) -> None:
+    by = By("test", now_ms())
+    hasher = KeyHasher(b"0123456789abcdef")
+    async with house.db.begin() as c:
+        await rotate_key(c, by, hasher, house.key_id, overlap_s=60)
+        await update_key(c, by, house.key_id, KeyChange(models=(MODEL,), allowed_ips=("10.0.0.0/8",)))
+        gone = await create_key(c, by, hasher, house.team_id, name="second")
+        await delete_key(c, by, gone.key.id)
+    for statement in (
+        f"UPDATE keys SET state = 'active' WHERE id = '{gone.key.id}'",
+        "UPDATE keys SET allowed_ips = NULL",
+        "UPDATE keys SET models = '[\"other\"]'",
+        "UPDATE keys SET end_user_required = 1",
+        f"UPDATE keys SET expires_at_ms = {by.at_ms}",
+        f"INSERT INTO key_secrets VALUES ('stolen', '{house.key_id}', NULL)",
+        f"DELETE FROM key_secrets WHERE key_id = '{gone.key.id}'",
+        f"UPDATE key_secrets SET key_id = '{house.key_id}' WHERE key_id = '{gone.key.id}'",
+    ):
+        async with house.db.read() as c:
+            assert await check_keys(c) == (2, None)
+        async with house.db.engine.connect() as c, c.begin() as transaction:
+            await c.execute(text(statement))
+            assert (await check_keys(c))[1] is not None, statement
+            await transaction.rollback()
+    await proven(house)
 
 
 async def test_an_unknown_journal_is_refused_with_words(house: House) -> None:
