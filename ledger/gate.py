@@ -285,13 +285,14 @@ class Gate:
 
     # -- keeping up ----------------------------------------------------------------------------------------------------
 
-    async def refresh(self) -> None:
+    async def refresh(self) -> bool:
         """Follow the change feed, answer recalls, return idle slices, beat the heart. Never raises for SQL being
-        away."""
-        leases = self.leases
+        away. False: the feed has brought nothing since the last call."""
+        leases, changed = self.leases, True
         try:
             async with self.db.read() as c:
                 changes = await changes_since(c, self._seen)
+                changed = bool(changes)
                 recalled = await leases.recalled(c)
                 mine = (epochs.c.slot_id == leases.slot_id, epochs.c.epoch == leases.epoch)
                 cursor = (await c.execute(select(epochs.c.cursor_seq).where(*mine))).scalar_one_or_none()
@@ -321,6 +322,7 @@ class Gate:
         except DBAPIError as error:
             log.error("refresh refused", error=str(error.orig))
             leases.failed()
+        return changed
 
     def degraded(self) -> list[str]:
         """What is not as it should be; empty when all is well."""

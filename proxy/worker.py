@@ -78,6 +78,8 @@ class Worker:
         """Why it cannot be opened at all, until an operator decides."""
         self._failure: str | None = "starting"
         self._refreshed_at = 0.0
+        self._behind = True
+        """The feed may hold changes that keys and routes have not followed yet."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
 
@@ -212,14 +214,25 @@ class Worker:
         assert self.route_feed is not None
         assert self.gate is not None
         try:
-            await self.keyring.refresh()
-            await self.route_feed.refresh()
-            await self.gate.refresh()
+            self._behind = await self._refresh_gate() or self._behind
+            if self._behind:
+                await self.keyring.refresh()
+                await self.route_feed.refresh()
+                self._behind = False
             self._refreshed_at = time.monotonic()
         except LedgerError as error:
             log.warning("refresh_failed", reason=str(error))
         except Exception as error:  # whatever it is, a key blocked from now on must still be seen
             log.error("refresh_failed", exc_info=error)
+
+    async def _refresh_gate(self) -> bool:
+        """Whether the feed has brought anything, as far as is known: the others need not ask when it has not."""
+        assert self.gate is not None
+        try:
+            return await self.gate.refresh()
+        except Exception as error:
+            log.error("refresh_failed", exc_info=error)
+            return True
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
