@@ -8,9 +8,15 @@ connection there is.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from proxy.ids import RequestIds, now_ms
 from proxy.openai.errors import ApiError, head_too_large, invalid
@@ -66,6 +72,36 @@ class MergedWrites:
         return getattr(self._transport, name)
 
 
+class AnswerCycle(RequestResponseCycle):
+    """uvicorn's, which looks at each header field with two regular expressions; here one looks at all values."""
+
+    async def send(self, message: Any) -> None:
+        if message["type"] != "http.response.start" or self.response_started or self.scope["method"] == "HEAD":
+            await super().send(message)
+            return
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if not self.disconnected:
+            self._begin(message["status"], message.get("headers", ()))
+
+    def _begin(self, status: int, headers: Collection[tuple[bytes, bytes]]) -> None:
+        """Raises RuntimeError for a value that would begin a line of its own."""
+        if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
+            raise RuntimeError("Invalid HTTP header value.")
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        lines = [b"%b: %b\r\n" % field for field in (*self.default_headers, *headers)]
+        length = next((value for name, value in headers if name == b"content-length"), None)
+        self.chunked_encoding = length is None and status not in (204, 304)
+        if length is not None:
+            self.expected_content_length = int(length)
+        elif self.chunked_encoding:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n")))
+
+
 class GatewayProtocol(HttpToolsProtocol):
     """For `uvicorn.Config(http=GatewayProtocol)`."""
 
@@ -118,6 +154,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._advanced = True
         super().on_headers_complete()
+        self.cycle.__class__ = AnswerCycle  # it has not begun to run; uvicorn leaves no other place to name the class
         if self._draining:
             self._make_last()
 
