@@ -214,7 +214,7 @@ class Gateway:
             finally:
                 slot.release()
         assert failure is not None
-        run.ticket.correct(0)
+        run.ticket.release(0)
         if run.failed_attempts:
             await self._settle_in_vain(run)
         raise failure.error
@@ -343,7 +343,7 @@ class Gateway:
         """A stream that brought no token costs nothing."""
         await run.hold.void(ending.how)
         run.settled = True
-        run.ticket.correct(0)
+        run.ticket.release(0)
         if ending.error is not None and run.reply.begun:
             await self._end(run, reader.error_event(ending.error))
 
@@ -387,7 +387,7 @@ class Gateway:
         )
         receipt = await run.hold.settle(outcome)
         run.settled = True
-        run.ticket.correct(tokens.prompt_tokens + tokens.generated_tokens)
+        run.ticket.release(tokens.prompt_tokens + tokens.generated_tokens)
         self._metrics.settled(run.request.call.model, outcome, receipt)
         return Settled(tokens, receipt, run.draft_model)
 
