@@ -37,7 +37,7 @@ TYPE_CODES: Final[dict[type, int]] = {
 }
 
 _FRAME: Final = struct.Struct("<IIQBBH")  # length, crc32c, sequence, type, version, behind
-_FRAME_REST: Final = struct.Struct("<QBBH")
+_FRAME_CHECKED: Final = struct.Struct("<IQBBH")  # all but the crc itself
 FRAME_HEAD: Final = _FRAME.size
 _HEADER: Final = struct.Struct("<8sIIIIQQ16s32s36x")  # + crc32c: 128 bytes
 _HEADER_MAGIC: Final = b"TGSEGMNT"
@@ -107,8 +107,7 @@ class Mark(msgspec.Struct, frozen=True):
 def encode_frame(seq: int, type_code: int, payload: bytes, *, behind: int = 0, version: int = RECORD_VERSION) -> bytes:
     """length, crc32c, sequence, type, version, behind, payload. The crc covers every byte but its own four."""
     length = len(payload)
-    rest = _FRAME_REST.pack(seq, type_code, version, behind)
-    crc = crc32c(payload, crc32c(rest, crc32c(_CRC.pack(length))))
+    crc = crc32c(_FRAME_CHECKED.pack(length, seq, type_code, version, behind) + payload)
     return _FRAME.pack(length, crc, seq, type_code, version, behind) + payload
 
 
