@@ -179,7 +179,7 @@ def _prompt(fields: Fields, name: str, begins: bytes, default: bytes | None = No
     if found is None:
         raise invalid(f"The field `{name}` is required.", name)
     raw = memoryview(found)
-    if raw[:1] not in begins:
+    if bytes(raw[:1]) not in begins:
         kinds = " or ".join({"[": "an array", '"': "a string"}[kind] for kind in begins.decode())
         raise invalid(f"Wrong type at `{name}`: expected {kinds}.", name)
     return raw
@@ -197,7 +197,7 @@ def _read_head(fields: Fields, *names: str) -> _Head:
 
 def _prompts(prompt: memoryview) -> int:
     """How many prompts a completion has; token ids are one."""
-    if prompt[:1] == b'"':
+    if bytes(prompt[:1]) == b'"':
         return 1
     try:
         parts = _list.decode(prompt)
