@@ -69,9 +69,12 @@ class Counting:
             self.counts["upstream_connections"] += 1
             connected(connection, transport)
 
-        Files.sync_data = sync_data  # type: ignore[method-assign]
-        Link.send = count_send  # type: ignore[method-assign]
-        Connection.connection_made = connection_made  # type: ignore[method-assign]
+        for place, name, counted in (
+            (Files, "sync_data", sync_data),
+            (Link, "send", count_send),
+            (Connection, "connection_made", connection_made),
+        ):
+            setattr(place, name, counted)
 
         @event.listens_for(Engine, "before_cursor_execute")
         def count_statement(*_: object) -> None:

@@ -37,6 +37,7 @@ class Listener(asyncio.Protocol):
         self.first_byte_s = 0.0
         self.silences_s: list[float] = []
         self.keep_alives = 0
+        self.head = b""
         self.tail = b""
         self.complete = False
 
@@ -52,6 +53,9 @@ class Listener(asyncio.Protocol):
         else:
             self.first_byte_s = now - self.asked_s
         self.heard_s = now
+        if b"\r\n\r\n" not in self.head:  # a head may end like a body: `…: 0` and an empty line
+            self.head += data
+            data = self.head.partition(b"\r\n\r\n")[2]
         self.keep_alives += data.count(b"\n: ") + data.count(b"\n:\n")
         self.tail = (self.tail + data)[-64:]
         if self.tail.endswith(b"0\r\n\r\n"):
