@@ -112,7 +112,7 @@ class Limiter:
         return Ticket(self._counters, decision)
 
     def take_thresholds(self) -> list[Threshold]:
-        """Soft limits, and hard ones of a day, a month or in total, that crossed 50, 80 or 100 % since the last call."""
+        """Soft limits, and hard ones of a day, a month or in total, that reached 50, 80 or 100 % since last time."""
         taken = list(self._thresholds)
         self._thresholds.clear()
         return taken

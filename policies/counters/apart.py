@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from policies.counters.memory import MemoryCounters, monotonic_ms
-from policies.counters.rules import SLOT_WAIT_MS, Denial, Grant, Kind, Rule, drain
+from policies.counters.rules import LEASE_MS, SLOT_WAIT_MS, Denial, Grant, Kind, Rule, drain
 
-MAX_MIRRORS = 20_000
+MAX_SHARES = 20_000
 
 
 @dataclass(slots=True)
@@ -24,8 +24,18 @@ class Debt:
     members: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _SeenSlots:
+    """So many slots were taken when the store last said so, `held` of them by this worker."""
+
+    taken: int
+    held: int
+    at_ms: int
+
+
 class Apart:
-    """Counts this worker's share of each limit (limit / live workers), and never past what the store last reported.
+    """Counts this worker's share of each limit (limit / live workers). What the store last reported as used counts in
+    equal parts in all shares: together the workers let through what was left then, and no more.
 
     held: the members of concurrency slots that this worker has, by counter, wherever they were granted.
     """
@@ -35,8 +45,9 @@ class Apart:
         self._workers = workers
         self._held = held
         self._local = MemoryCounters(wall=wall)
-        self._mirrors: dict[Rule, tuple[Rule, Rule | None]] = {}
+        self._shares: dict[Rule, Rule] = {}
         self._debts: dict[str, Debt] = {}
+        self._slots: dict[str, _SeenSlots] = {}
 
     @property
     def workers(self) -> int:
@@ -46,24 +57,22 @@ class Apart:
     def workers(self, workers: int) -> None:
         if workers != self._workers:
             self._workers = workers
-            self._mirrors.clear()
+            self._shares.clear()
 
     def decide(self, rules: tuple[Rule, ...], tokens: int, member: str) -> Grant | Denial:
         """Decide here, and owe the store what is let through."""
-        mirrors = [self._mirror(rule) for rule in rules]
-        for rule, (share, _) in zip(rules, mirrors, strict=True):
-            if rule.kind == Kind.SLOTS and rule.hard and (held := len(self._held.get(rule.key, ()))) >= share.limit:
-                return Denial(share, SLOT_WAIT_MS, (share,), (held,))
-        own = tuple(share for share, _ in mirrors if share.kind != Kind.SLOTS)
-        whole = tuple(seen for _, seen in mirrors if seen is not None)
-        decision = self._local.decide(own + whole, tokens)
+        shares = [self._share(rule) for rule in rules]
+        for rule, share in zip(rules, shares, strict=True):
+            if rule.kind == Kind.SLOTS and rule.hard and not self._has_slot(rule, share):
+                return Denial(share, SLOT_WAIT_MS, (share,), (self._held_slots(rule),))
+        decision = self._local.decide(tuple(share for share in shares if share.kind != Kind.SLOTS), tokens)
         if isinstance(decision, Denial):
             return decision
         marks = [rule.calendar.bounds(self._wall())[0] if rule.calendar else 0 for rule in rules]
         for rule, mark in zip(rules, marks, strict=True):
             self.owe(rule, rule.units(tokens), mark)
-        shares = iter(decision.levels)
-        levels = [0 if rule.kind == Kind.SLOTS else next(shares) for rule in rules]
+        reached = iter(decision.levels)
+        levels = [0 if rule.kind == Kind.SLOTS else next(reached) for rule in rules]
         return Grant(rules, tokens, levels, marks, member, local=decision)
 
     def correct(self, grant: Grant, tokens: int) -> None:
@@ -81,11 +90,14 @@ class Apart:
     def observe(self, rules: tuple[Rule, ...], levels: list[int], marks: list[int]) -> None:
         """The store reports these levels; what it has not been told yet comes on top."""
         for i, rule in enumerate(rules):
-            _, seen = self._mirror(rule)
-            if seen is not None:
+            if rule.hard and rule.kind != Kind.SLOTS:
                 debt = self._debts.get(rule.key)
-                more = 0 if debt is None else _units_now(debt)
-                self._local.observe(seen, max(0, levels[i] + more), marks[i])
+                used = max(0, levels[i] + (0 if debt is None else _units_now(debt)))
+                self._local.observe(self._share(rule), -(-used // self._workers), marks[i])
+            elif rule.hard:
+                if len(self._slots) >= MAX_SHARES:
+                    self._slots.clear()
+                self._slots[rule.key] = _SeenSlots(levels[i], self._held_slots(rule), monotonic_ms())
 
     def owe(self, rule: Rule, units: int, mark: int) -> None:
         """The level of a rule must change by so much on the store. Slots are told by heartbeats, not here."""
@@ -111,15 +123,28 @@ class Apart:
             debt.units = _units_now(debt)
         return debts
 
-    def _mirror(self, rule: Rule) -> tuple[Rule, Rule | None]:
-        """The rule as this worker's share, and as the whole that the store last reported (hard windows only)."""
-        mirror = self._mirrors.get(rule)
-        if mirror is None:
-            if len(self._mirrors) >= MAX_MIRRORS:
-                self._mirrors.clear()
-            seen = rule.share(1, "seen:") if rule.hard and rule.kind != Kind.SLOTS else None
-            mirror = self._mirrors[rule] = (rule.share(self._workers, "share:"), seen)
-        return mirror
+    def _has_slot(self, rule: Rule, share: Rule) -> bool:
+        """Whether one more slot fits here. As long as the leases last that the store has reported, all of them count,
+        and every other worker may take as many more as this one; later only the own share does."""
+        held = self._held_slots(rule)
+        seen = self._slots.get(rule.key)
+        if seen is not None and monotonic_ms() - seen.at_ms < LEASE_MS:
+            more = max(0, held - seen.held) + 1
+            if seen.taken - seen.held + held + 1 + (self._workers - 1) * more > rule.limit:
+                return False
+        return held < share.limit
+
+    def _held_slots(self, rule: Rule) -> int:
+        return len(self._held.get(rule.key, ()))
+
+    def _share(self, rule: Rule) -> Rule:
+        """The rule as this worker counts it apart."""
+        share = self._shares.get(rule)
+        if share is None:
+            if len(self._shares) >= MAX_SHARES:
+                self._shares.clear()
+            share = self._shares[rule] = rule.share(self._workers, "share:")
+        return share
 
 
 def _units_now(debt: Debt) -> int:

@@ -20,12 +20,11 @@ from policies.counters.apart import Apart
 from policies.counters.memory import wall_ms
 from policies.counters.nodes import Nodes
 from policies.counters.resp import Address, Pending, Unanswered, Word
-from policies.counters.rules import Denial, Grant, Kind, Rule, Watch
+from policies.counters.rules import LEASE_MS, Denial, Grant, Kind, Rule, Watch
 from policies.counters.scripts import SERVER_CLOCK, Scripts
 
 DEADLINE_MS = 15
 """Leaves 5 of the promised 20 ms for the fall-back."""
-LEASE_MS = 4_000
 BEAT_S = 1.0
 TEND_S = 0.2
 CONNECT_S = 1.0
@@ -99,7 +98,8 @@ class RedisCounters:
         if self._on_outage == "refuse":
             return ["The counter store does not answer: requests with limits are refused."]
         return [
-            f"The counter store does not answer: each worker counts 1/{self.live_workers} of every limit on its own."
+            "The counter store does not answer: each worker counts on its own, "
+            f"1/{self.live_workers} of what was left of every limit."
         ]
 
     @property
@@ -212,8 +212,8 @@ class RedisCounters:
             levels[i] = before + rule.units(tokens)
             if rule.watched and self.watch is not None:
                 self.watch(rule, before, levels[i])
-        self._apart.observe(rules, levels, marks)
         self._hold(rules, member)
+        self._apart.observe(rules, levels, marks)
         return Grant(rules, tokens, levels, marks, member)
 
     def _decide_apart(self, rules: tuple[Rule, ...], tokens: int, member: str) -> Grant | Denial:

@@ -18,6 +18,8 @@ from policies.windows import Calendar
 MAX_EXACT = 2**53 - 1
 SLOT_WAIT_MS = 1_000
 """When a concurrency slot comes free cannot be known; clients are told to come back after this."""
+LEASE_MS = 4_000
+"""How long a concurrency slot stays taken after the last heartbeat of the worker that has it."""
 
 
 class Kind(IntEnum):

@@ -209,9 +209,9 @@ async def test_a_frozen_server_never_delays_a_decision_and_recovers_by_itself(se
             started = time.monotonic()
             admitted += await ask(limits, who) is not None
             waits.append(time.monotonic() - started)
-        assert admitted == 25 - stalls  # this worker's quarter of 100
+        assert 22 - stalls <= admitted <= 22  # this worker's quarter of the 90 that were left
         assert sorted(waits)[54] < 0.02  # the first one meets the deadline of 15 ms; what is above 20 is the machine's
-        assert "1/4 of every limit" in counters.degraded()[0]
+        assert "1/4 of what was left" in counters.degraded()[0]
         server.thaw()
         assert await until(lambda: counters.degraded() == []) < 3
         await asyncio.sleep(0.5)  # what was let through meanwhile is booked

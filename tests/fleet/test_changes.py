@@ -1,0 +1,81 @@
+"""What is changed on one host is in force on all within a second, and replacing all workers costs nobody a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tests.fleet.hosts import Fleet
+from tests.fleet.load import Client, Tally, for_seconds, load
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+WORKERS = 4
+
+
+async def statuses(fleet: Fleet, key: str, requests: int = 16) -> set[str]:
+    """What fresh connections to both hosts are answered: enough of them to meet every worker."""
+    tally = Tally()
+    for n in range(requests):
+        client = Client(fleet.ports[n % 2], key)
+        tally.outcomes.append(await client.ask(BODY))
+        client.close()
+    return set(tally.statuses())
+
+
+async def in_force_after_s(fleet: Fleet, key: str, expected: str, change: Callable[[], int]) -> float:
+    """Seconds from the acknowledged change until the last answer of the old state, asking all the time."""
+    assert change() in (200, 204)
+    acknowledged = time.monotonic()
+    tally = await load(fleet.ports, [key], 2 * WORKERS, for_seconds(1.6), body={"max_tokens": 4})
+    old = [o.at for o in tally.outcomes if f"{o.status} {o.code}".strip() != expected]
+    assert tally.statuses().get(expected), tally.statuses()
+    return max(old, default=acknowledged) - acknowledged
+
+
+async def test_key_quota_and_price_changes_are_in_force_on_all_hosts_within_a_second(fleet: Fleet) -> None:
+    key = fleet.new_key()
+    key_id = fleet.key_id(key)
+    assert await statuses(fleet, key) == {"200"}
+    with fleet.hosts[0].admin() as admin:
+
+        def patch(**changes: object) -> Callable[[], int]:
+            return lambda: admin.patch(f"/keys/{key_id}", json=changes).status_code
+
+        def quota(*quotas: object) -> Callable[[], int]:
+            return lambda: admin.put(f"/keys/{key_id}/quotas", json=list(quotas)).status_code
+
+        assert await in_force_after_s(fleet, key, "403 key_blocked", patch(state="blocked")) < 1
+        assert await in_force_after_s(fleet, key, "200", patch(state="active")) < 1
+        none = {"metric": "requests", "window": "day", "limit": 0}
+        assert await in_force_after_s(fleet, key, "429 rate_limit_exceeded", quota(none)) < 1
+        assert await in_force_after_s(fleet, key, "200", quota()) < 1
+        assert await in_force_after_s(fleet, key, "403 model_not_allowed", patch(models=["other"])) < 1
+
+
+async def test_replacing_every_worker_of_both_hosts_under_load_fails_no_request(fleet: Fleet) -> None:
+    key = fleet.new_key()
+    before = [host.roles("gateway") for host in fleet.hosts]
+    stop = asyncio.Event()
+    streamed = {"stream": True, "max_tokens": 16, "x_fault": {"chunk_delay_ms": 40}}
+    loads = [
+        asyncio.create_task(load(fleet.ports, [key], 12, stop.is_set, pause_s=0.02)),
+        asyncio.create_task(load(fleet.ports, [key], 12, stop.is_set, body=streamed)),
+    ]
+    try:
+        await asyncio.sleep(0.5)
+        await asyncio.gather(*(asyncio.to_thread(host.roll) for host in fleet.hosts))
+        await asyncio.sleep(0.5)
+    finally:
+        stop.set()
+        tallies = await asyncio.gather(*loads)
+    for tally in tallies:
+        assert tally.failures() == []
+        assert set(tally.statuses()) == {"200"}
+        assert tally.count(200) > 50
+    for host, olds in zip(fleet.hosts, before, strict=True):
+        async with asyncio.timeout(15):
+            while any(old.is_running() for old in olds):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert len(host.roles("gateway")) == 2
+        assert host.ready()
