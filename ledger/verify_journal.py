@@ -9,13 +9,13 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import exists, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.errors import JournalDamaged
 from ledger.journal import SETTLE, EpochInfo, Frame, JournalReader, host_id, list_epochs, list_slots
 from ledger.records import Settle
-from ledger.schema import batches, epochs, suspense, usage
+from ledger.schema import batches, epochs, leases, suspense, usage
 from ledger.suspense import RETRIED
 
 PAGE = 1_000
@@ -48,6 +48,9 @@ async def check_batches(c: AsyncConnection) -> tuple[int, str | None]:
 async def check_journals(c: AsyncConnection, journal_dir: Path) -> tuple[int, str | None, int]:
     """(frames compared, first difference, settled and not yet posted) of all the epochs on this disk."""
     counted = unposted = 0
+    lost = await _lost_epoch(c, journal_dir)
+    if lost is not None:
+        return counted, lost, unposted
     known = {(row.slot_id, row.epoch): row for row in await c.execute(select(epochs))}
     for slot_dir in list_slots(journal_dir):
         slot_id = f"{host_id(journal_dir)}/{slot_dir.name}"
@@ -67,6 +70,26 @@ async def check_journals(c: AsyncConnection, journal_dir: Path) -> tuple[int, st
             if difference is not None:
                 return counted, f"epoch {info.epoch} of slot {slot_id}: {difference}", unposted
     return counted, None, unposted
+
+
+async def _lost_epoch(c: AsyncConnection, journal_dir: Path) -> str | None:
+    """An open epoch of this host that leased or posted something, and whose journal is not here, as after
+    `rm -r data/journal`. One that has just begun has done neither."""
+    file = journal_dir / "host-id"
+    host = file.read_text().strip() if file.exists() else None
+    if host is None and c.dialect.name != "sqlite":
+        return None  # a machine without gateways proves what is in SQL; the journals are on other hosts
+    here = {(f"{host}/{path.name}", info.epoch) for path in list_slots(journal_dir) for info in list_epochs(path)}
+    e = epochs.c
+    leased = exists().where(leases.c.slot_id == e.slot_id, leases.c.epoch == e.epoch)
+    query = select(e.slot_id, e.epoch, e.cursor_seq).where(e.state == "open", (e.cursor_seq > 0) | leased)
+    for row in await c.execute(query.order_by(e.slot_id, e.epoch)):
+        if host in (None, row.slot_id.rsplit("/", 1)[0]) and (row.slot_id, row.epoch) not in here:
+            return (
+                f"the journal of epoch {row.epoch} of slot {row.slot_id} is not in {journal_dir}: what it "
+                f"settled after frame {row.cursor_seq} is lost. Put it back, or `tallygate journal declare-lost`"
+            )
+    return None
 
 
 class _Epoch:

@@ -311,6 +311,22 @@ async def test_a_slot_whose_whole_volume_is_lost_can_be_declared_so_once_it_is_s
     await either.post()
 
 
+@pytest.mark.parametrize("what", ["journal", "slot", "epoch"])
+async def test_a_journal_removed_under_a_live_server_is_noticed_by_it_and_by_the_proof(house: House, what: str) -> None:
+    gate = await house.gate()
+    await run(gate, house.ask())
+    report = await verify(house.db, house.journal_dir)
+    assert report.first_difference is None
+    (info,) = list_epochs(house.journal_dir / "0")
+    shutil.rmtree({"journal": house.journal_dir, "slot": house.journal_dir / "0", "epoch": info.path}[what])
+    report = await verify(house.db, house.journal_dir)
+    assert f"epoch 1 of slot {gate.leases.slot_id} is not in" in (report.first_difference or "")
+    await asyncio.sleep(1.1)
+    with pytest.raises(LedgerUnavailable, match="journal's disk"):
+        await gate.hold(house.ask())
+    crash(house, gate)
+
+
 async def test_slots_that_no_worker_uses_any_more_are_ended(house: House) -> None:
     gates = [await house.gate(slot) for slot in range(3)]
     for gate in gates:
