@@ -1,10 +1,11 @@
 """What one warm request costs in counts that no busy machine changes: the figures of the regression gate.
 
-python -m benchmarks.counted [--counters redis://127.0.0.1:6379/0]     prints JSON
+python -m benchmarks.counted [--counters redis://127.0.0.1:6379/0] [--spoil]     prints JSON
 
 One gateway worker, everything on, runs in this process, so that its function calls, syncs, SQL statements and scripts
 can be counted where they happen; load and upstream are processes of their own. What a worker does by itself every
-250 ms is switched off meanwhile, so a count of zero means zero.
+250 ms is switched off meanwhile, so a count of zero means zero. `--spoil` adds a SQL statement and a sync to each
+request: so one sees that the gate would notice them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from sqlalchemy.engine import Engine
 import proxy.worker
 from benchmarks.processes import Process, free_port
 from benchmarks.subjects import MODEL, configuration, furnish
+from ledger.audit import latest_seq
+from ledger.gate import Ask, Gate, Hold
 from ledger.journal.files import Files
 from policies.counters.resp import Link
 from proxy.app import build_app
@@ -40,7 +43,7 @@ from proxy.seeding import prepare
 from proxy.settings import Settings, load_settings
 
 ALONE = 200
-TOGETHER, CONNECTIONS = 960, 32
+TOGETHER, CONNECTIONS = 640, 32
 SLOW_SYNC_S = 0.005
 """Added to each sync while many ask at once: how requests share syncs must not depend on this machine's disk."""
 BODY = {"model": MODEL, "max_tokens": 256, "messages": [{"role": "user", "content": "Write one sentence."}]}
@@ -143,10 +146,27 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
+def spoil() -> None:
+    """Every hold from now on reads SQL and waits for the disk, as a careless change might make it."""
+    hold = Gate.hold
+
+    async def careless(gate: Gate, ask: Ask) -> Hold:
+        async with gate.db.read() as c:
+            await latest_seq(c)
+        held = await hold(gate, ask)
+        await gate.journal.flush()
+        return held
+
+    setattr(Gate, "hold", careless)  # noqa: B010  mypy would not have it as an assignment
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counters", default="memory")
+    parser.add_argument("--spoil", action="store_true")
     arguments = parser.parse_args()
+    if arguments.spoil:
+        spoil()
     proxy.worker.REFRESH_S = 3_600.0
     with tempfile.TemporaryDirectory(prefix="tallygate-counted-") as name:
         folder, port = Path(name), free_port()
