@@ -8,52 +8,27 @@ without, it is voided. Both go into the new epoch's journal, under EPOCH_CLOSED;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import structlog
 from sqlalchemy import and_, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
 from ledger.accounts import FUNDING, drawing_order, read_account
-from ledger.audit import By
-from ledger.billing import Bill, bill, crash_usage, split, tokens_by_meter, waive_all
 from ledger.database import Database
 from ledger.entries import AccountInfo
-from ledger.errors import Conflict, NotFound
-from ledger.journal import INTENT, PROGRESS, SETTLE, VOID, EpochInfo, JournalReader, JournalWriter, list_epochs
-from ledger.journal.format import EPOCH_CLOSED
-from ledger.leases import HEARTBEAT_FRESH_MS
+from ledger.journal import EpochInfo, JournalReader, JournalWriter, list_epochs
+from ledger.lost_journals import open_leases
 from ledger.money import Currency, format_amount
+from ledger.orphans import Findings, Lease, read_epochs, settle_orphan, void_orphan
 from ledger.prices import PinnedPrice, pinned
-from ledger.records import Charge, EpochClosed, Intent, Progress, Settle, Void, decode
+from ledger.records import EpochClosed
 from ledger.schema import accounts, epochs, leases, slots, teams
 
 log = structlog.get_logger(__name__)
-
-Lease = tuple[int, str]
-"""(epoch, account)."""
-
-
-class Orphan(msgspec.Struct):
-    """A request that was running when its worker died."""
-
-    epoch: int
-    intent: Intent
-    progress: Progress | None = None
-
-
-class Findings(msgspec.Struct):
-    """What the older journals of a slot say."""
-
-    orphans: dict[str, Orphan]
-    unposted: dict[Lease, int]
-    """Charges that are not in SQL yet, by the lease that pays them."""
-    left_open: list[int]
-    """Epochs that need an EPOCH_CLOSED."""
 
 
 async def begin_epoch(db: Database, slot_id: str, slot_dir: Path, now_ms: int) -> tuple[int, str]:
@@ -118,43 +93,6 @@ async def recover(db: Database, journal: JournalWriter, slot_id: str, slot_dir: 
     return lost
 
 
-def read_epochs(infos: Sequence[tuple[EpochInfo, int]]) -> Findings:
-    """Reads the epochs, oldest first; with each comes SQL's cursor in it. Raises JournalDamaged."""
-    found = Findings({}, {}, [])
-    for info, cursor in infos:
-        reader = JournalReader(info.path)
-        try:
-            closed_itself = False
-            for frame in reader.frames(reader.start().seq, durable_only=False):
-                if frame.type in (INTENT, PROGRESS, SETTLE, VOID):
-                    _note(found, info.epoch, decode(frame.payload), frame.seq > cursor)
-                elif frame.type == EPOCH_CLOSED:
-                    closed_itself = frame.record == EpochClosed(info.epoch)
-            if not closed_itself:
-                found.left_open.append(info.epoch)
-        finally:
-            reader.close()
-    return found
-
-
-def _note(found: Findings, epoch: int, record: object, unposted: bool) -> None:
-    match record:
-        case Intent():
-            found.orphans[record.request_id] = Orphan(epoch, record)
-        case Progress():
-            if record.request_id in found.orphans:
-                found.orphans[record.request_id].progress = record
-        case Void():
-            found.orphans.pop(record.request_id, None)
-        case Settle():
-            found.orphans.pop(record.request_id, None)
-            if unposted:
-                lease_epoch = epoch if record.recovered_epoch is None else record.recovered_epoch
-                for charge in record.charges:
-                    lease = (lease_epoch, charge.account_id)
-                    found.unposted[lease] = found.unposted.get(lease, 0) + charge.amount_pico
-
-
 async def _finish(
     c: AsyncConnection, journal: JournalWriter, found: Findings, left: dict[Lease, int], now_ms: int
 ) -> None:
@@ -173,7 +111,7 @@ async def _finish(
     for orphan in found.orphans.values():
         intent = orphan.intent
         if orphan.progress is None:
-            journal.append(_void(orphan, now_ms))
+            journal.append(void_orphan(orphan, now_ms))
             continue
         key = (intent.price_version, intent.model, intent.team_id, intent.price_scope)
         if key not in prices:
@@ -189,103 +127,6 @@ async def _finish(
         journal.append(settle)
     if found.orphans:
         log.warning("orphans ended", slot=journal.path.parent.name, requests=len(found.orphans))
-
-
-def _void(orphan: Orphan, now_ms: int) -> Void:
-    intent = orphan.intent
-    return Void(
-        intent.request_id,
-        now_ms,
-        "crash",
-        orphan.epoch,
-        intent.idempotency_key,
-        intent.team_id,
-        intent.key_id,
-    )
-
-
-def settle_orphan(
-    orphan: Orphan,
-    price: PinnedPrice,
-    currency: Currency,
-    infos: dict[str, AccountInfo],
-    payers: Sequence[str],
-    left: dict[Lease, int],
-    now_ms: int,
-) -> Settle:
-    """The estimated settlement of a request that had delivered something: at most that, and at most what was leased.
-
-    What the INTENT held pays first; then `payers`, the team's other funding accounts, from which a stream was extended.
-
-    With an Idempotency-Key all of it is waived: the client will ask again, and pays then.
-    """
-    intent, progress = orphan.intent, orphan.progress
-    assert progress is not None
-    usage = crash_usage(progress)
-    tokens = tokens_by_meter(usage)
-    held = [charge.account_id for charge in intent.held if _funds(charge, infos)]
-    order = [*held, *(account_id for account_id in payers if account_id not in held)]
-    funding = [(account_id, left.get((orphan.epoch, account_id), 0)) for account_id in order]
-    budgets = [c.account_id for c in intent.held if c.account_id in infos and not _funds(c, infos)]
-    if intent.idempotency_key is not None:
-        paid, reason = waive_all(tokens, price.usd, price.cny), "crash"
-    else:
-        paid, reason = _bill_within(tokens, price, currency, orphan.epoch, funding, budgets, infos, left), "overrun"
-    amount = paid.usd_pico if currency == "USD" else paid.cny_pico
-    charges = [Charge(account_id, part) for account_id, part in split(amount, funding)]
-    for account_id in budgets:
-        part = paid.usd_pico if infos[account_id].currency == "USD" else paid.cny_pico
-        if part:
-            charges.append(Charge(account_id, part))
-    used = usage.prompt_tokens + usage.generated_tokens
-    usage = msgspec.structs.replace(
-        usage, billed_tokens=paid.billed_tokens, waiver_reason=reason if paid.billed_tokens < used else None
-    )
-    return Settle(
-        request_id=intent.request_id,
-        admitted_ms=intent.at_ms,
-        settled_ms=now_ms,
-        period=intent.period,
-        team_id=intent.team_id,
-        key_id=intent.key_id,
-        end_user=intent.end_user,
-        model=intent.model,
-        deployment=intent.deployment or "unknown",
-        draft_model=None,
-        status="crashed",
-        usage=usage,
-        price_version=intent.price_version,
-        cost_usd_pico=paid.usd_pico,
-        cost_cny_pico=paid.cny_pico,
-        provider_cost_usd_pico=0,
-        charges=charges,
-        loss_pico=paid.waived_usd_pico if currency == "USD" else paid.waived_cny_pico,
-        recovered_epoch=orphan.epoch,
-        idempotency_key=intent.idempotency_key,
-        billing_currency=currency,
-        price_scope=intent.price_scope,
-    )
-
-
-def _bill_within(
-    tokens: tuple[int, int, int, int, int],
-    price: PinnedPrice,
-    currency: Currency,
-    epoch: int,
-    funding: Iterable[tuple[str, int]],
-    budgets: Iterable[str],
-    infos: dict[str, AccountInfo],
-    left: dict[Lease, int],
-) -> Bill:
-    limits: dict[Currency, list[int]] = {"USD": [], "CNY": []}
-    limits[currency].append(sum(there for _, there in funding))
-    for account_id in budgets:
-        limits[infos[account_id].currency].append(left.get((epoch, account_id), 0))
-    return bill(tokens, price.usd, price.cny, min(limits["USD"], default=None), min(limits["CNY"], default=None))
-
-
-def _funds(charge: Charge, infos: dict[str, AccountInfo]) -> bool:
-    return charge.account_id in infos and infos[charge.account_id].kind != "budget"
 
 
 async def _left_on_leases(c: AsyncConnection, slot_id: str, found: Findings) -> dict[Lease, int]:
@@ -339,62 +180,6 @@ async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> 
         worth = ", ".join(f"{format_amount(amount)} {currency} of {name}" for name, currency, amount in amounts)
         words.append(f"the journal of epoch {epoch} of slot {slot_id} is lost; locked until declared so: {worth}")
     return words
-
-
-async def list_open_epochs(c: AsyncConnection) -> list[tuple[str, int, bool]]:
-    """(slot, epoch, whether a worker that says it lives writes it) of the epochs that are not closed."""
-    live = and_(slots.c.id == epochs.c.slot_id, slots.c.epoch == epochs.c.epoch, slots.c.live == 1)
-    query = (
-        select(epochs.c.slot_id, epochs.c.epoch, slots.c.id.is_not(None).label("live"))
-        .outerjoin(slots, live)
-        .where(epochs.c.state == "open")
-        .order_by(epochs.c.slot_id, epochs.c.epoch)
-    )
-    return [(row.slot_id, row.epoch, bool(row.live)) for row in await c.execute(query)]
-
-
-async def open_leases(c: AsyncConnection, slot_id: str, epoch: int) -> list[tuple[str, str, int]]:
-    """(account, currency, pico) that an epoch still has leased: the most that its loss can cost."""
-    outstanding = leases.c.taken_pico - leases.c.returned_pico - leases.c.posted_pico
-    query = (
-        select(leases.c.account_id, accounts.c.currency, outstanding.label("pico"))
-        .join(accounts, accounts.c.id == leases.c.account_id)
-        .where(leases.c.slot_id == slot_id, leases.c.epoch == epoch, outstanding > 0)
-        .order_by(leases.c.account_id)
-    )
-    return [(row.account_id, row.currency, int(row.pico)) for row in await c.execute(query)]
-
-
-async def declare_lost(c: AsyncConnection, by: By, slot_id: str, epoch: int) -> list[tuple[str, str, int]]:
-    """An operator's word that an epoch's journal will never come back: its leases return, unposted usage is given up.
-
-    Returns what was freed. A process that still runs in that epoch all the same is fenced: it can lease nothing more.
-    Raises NotFound; Conflict for an epoch that is closed, or whose process has been heard of within 10 s.
-    """
-    await audit.lock(c)
-    mine = (epochs.c.slot_id == slot_id, epochs.c.epoch == epoch)
-    row = (await c.execute(select(epochs).where(*mine).with_for_update())).one_or_none()
-    if row is None:
-        raise NotFound(f"no epoch {epoch} of slot {slot_id!r}")
-    running = (slots.c.id == slot_id, slots.c.epoch == epoch, slots.c.live == 1)
-    heard_ms = (await c.execute(select(slots.c.heartbeat_ms).where(*running).with_for_update())).scalar_one_or_none()
-    in_use = heard_ms is not None and heard_ms >= by.at_ms - HEARTBEAT_FRESH_MS
-    if row.state != "open" or in_use:
-        raise Conflict(f"epoch {epoch} of slot {slot_id} is {'in use' if in_use else row.state}: it cannot be lost")
-    await c.execute(update(slots).where(*running).values(live=0, journal_uuid=f"lost {row.journal_uuid}"))
-    freed = await open_leases(c, slot_id, epoch)
-    for account_id, _, amount in freed:
-        a, lease = accounts.c, leases.c
-        await c.execute(update(accounts).where(a.id == account_id).values(leased_pico=a.leased_pico - amount))
-        await c.execute(
-            update(leases)
-            .where(lease.slot_id == slot_id, lease.epoch == epoch, lease.account_id == account_id)
-            .values(returned_pico=lease.returned_pico + amount)
-        )
-    await c.execute(update(epochs).where(*mine).values(state="lost"))
-    subject = f"{slot_id}:{epoch}"
-    await audit.record(c, by, "epoch.declare_lost", "epoch", subject, before={"leased": freed}, after={"leased": []})
-    return freed
 
 
 def _end(info: EpochInfo) -> int:

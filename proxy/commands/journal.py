@@ -41,7 +41,7 @@ def list_(config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: Js
 
 async def _open_epochs(settings: Settings) -> list[dict[str, Any]]:
     from ledger.money import format_amount
-    from ledger.recovery import list_open_epochs, open_leases
+    from ledger.lost_journals import list_open_epochs, open_leases
 
     async with ledger_of(settings) as db, db.read() as c:
         found = []
@@ -72,7 +72,7 @@ def declare_lost(
 
 async def _declare_lost(settings: Settings, slot: str, epoch: int, reason: str) -> list[tuple[str, str, str]]:
     from ledger.money import format_amount
-    from ledger.recovery import declare_lost
+    from ledger.lost_journals import declare_lost
 
     async with ledger_of(settings) as db, db.begin() as c:
         freed = await declare_lost(c, by_operator(reason), slot, epoch)

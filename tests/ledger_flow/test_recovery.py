@@ -25,10 +25,10 @@ from ledger.invoices import finalize
 from ledger.journal import Files, list_epochs
 from ledger.keys import KeyChange, KeyHasher, create_key, delete_key, rotate_key, update_key
 from ledger.leases import Fenced
+from ledger.lost_journals import declare_lost
 from ledger.periods import period_bounds, period_of
 from ledger.publishing import Quote, publish_prices
 from ledger.quotas import Scope
-from ledger.recovery import declare_lost
 from ledger.schema import epochs, leases, slots
 from ledger.teams import TeamChange, update_team
 from ledger.topups import expire_grants, grant, refund

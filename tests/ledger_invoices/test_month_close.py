@@ -14,10 +14,10 @@ from ledger.audit import By
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.gate import Gate
 from ledger.invoices import Invoice
+from ledger.lost_journals import declare_lost
 from ledger.months import Month, close_in_zones, close_patiently, list_months
 from ledger.periods import next_period, period_bounds, previous_period
 from ledger.records import Charge, Usage
-from ledger.recovery import declare_lost
 from ledger.schema import audit
 from ledger.suspense import list_suspended, write_off
 from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
