@@ -47,6 +47,17 @@ async def list_suspended(c: AsyncConnection, *, resolved: bool = False) -> list[
     return [Suspended(*row) for row in rows]
 
 
+async def get_suspended(c: AsyncConnection, slot_id: str, epoch: int, seq: int) -> Suspended:
+    """Raises NotFound."""
+    s = suspense.c
+    columns = [s[name] for name in Suspended.__struct_fields__]
+    query = select(*columns).where(s.slot_id == slot_id, s.epoch == epoch, s.seq == seq, s.reason != UNBELIEVED)
+    row = (await c.execute(query)).one_or_none()
+    if row is None:
+        raise _not_there(slot_id, epoch, seq)
+    return Suspended(*row)
+
+
 async def retry(c: AsyncConnection, by: By, slot_id: str, epoch: int, seq: int) -> None:
     """Post a record whose obstacle is gone, exactly as it stands.
 
@@ -93,10 +104,14 @@ async def _locked(c: AsyncConnection, slot_id: str, epoch: int, seq: int) -> byt
     query = select(s.record, s.resolved_ms).where(s.slot_id == slot_id, s.epoch == epoch, s.seq == seq)
     row = (await c.execute(query.where(s.reason != UNBELIEVED).with_for_update())).one_or_none()
     if row is None:
-        raise NotFound(f"frame {seq} of epoch {epoch} of slot {slot_id!r} is not in suspense")
+        raise _not_there(slot_id, epoch, seq)
     if row.resolved_ms is not None:
         raise Conflict(f"frame {seq} of epoch {epoch} of slot {slot_id} is resolved already")
     return bytes(row.record)
+
+
+def _not_there(slot_id: str, epoch: int, seq: int) -> NotFound:
+    return NotFound(f"frame {seq} of epoch {epoch} of slot {slot_id!r} is not in suspense")
 
 
 def _settle(payload: bytes) -> Settle:

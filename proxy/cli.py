@@ -25,6 +25,7 @@ from proxy.commands import (
     roles,
     routes,
     serve,
+    suspense,
     teams,
     tokens,
     usage,
@@ -62,6 +63,7 @@ def build_cli() -> typer.Typer:
     app.add_typer(finance.invoice, name="invoice")
     app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
     app.add_typer(journal.journal, name="journal", rich_help_panel="Roles")
+    app.add_typer(suspense.suspense, name="suspense", rich_help_panel="Roles")
     app.add_typer(tokens.admin_token, name="admin-token")
     app.command("audit", epilog=EXAMPLE + "audit --team team_demo --limit 20")(tokens.audit)
     app.add_typer(prices.price, name="price")

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from proxy.admin import audit, invoices, keys, months, prices, proof, quotas, report, routes, teams, tokens, usage
+from proxy.admin import (
+    audit,
+    invoices,
+    journals,
+    keys,
+    months,
+    prices,
+    proof,
+    quotas,
+    report,
+    routes,
+    teams,
+    tokens,
+    usage,
+)
 from proxy.admin.endpoints import Endpoint
 
 ENDPOINTS: list[Endpoint] = [
@@ -16,6 +30,7 @@ ENDPOINTS: list[Endpoint] = [
     *routes.ENDPOINTS,
     *invoices.ENDPOINTS,
     *proof.ENDPOINTS,
+    *journals.ENDPOINTS,
     *audit.ENDPOINTS,
     *tokens.ENDPOINTS,
 ]

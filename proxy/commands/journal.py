@@ -40,8 +40,8 @@ def list_(config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: Js
 
 
 async def _open_epochs(settings: Settings) -> list[dict[str, Any]]:
-    from ledger.money import format_amount
     from ledger.lost_journals import list_open_epochs, open_leases
+    from ledger.money import format_amount
 
     async with ledger_of(settings) as db, db.read() as c:
         found = []
@@ -71,8 +71,8 @@ def declare_lost(
 
 
 async def _declare_lost(settings: Settings, slot: str, epoch: int, reason: str) -> list[tuple[str, str, str]]:
-    from ledger.money import format_amount
     from ledger.lost_journals import declare_lost
+    from ledger.money import format_amount
 
     async with ledger_of(settings) as db, db.begin() as c:
         freed = await declare_lost(c, by_operator(reason), slot, epoch)
