@@ -21,6 +21,7 @@ class DeploymentFigures(msgspec.Struct, frozen=True):
     p50_ms: int | None
     p99_ms: int | None
     ttft_p50_ms: int | None
+    ttft_p99_ms: int | None
     prompt_tokens: int
     generated_tokens: int
     billed_tokens: int
@@ -29,6 +30,16 @@ class DeploymentFigures(msgspec.Struct, frozen=True):
     cost_usd_pico: int
     cost_cny_pico: int
     provider_cost_usd_pico: int
+    completed_tokens: int
+    latency_ms: int
+    """Of all completed requests together."""
+    draft_model: str | None = None
+    """Only where drafts are told apart."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast completed requests generated, one by one."""
+        return 1000 * self.completed_tokens / self.latency_ms if self.latency_ms else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -42,8 +53,12 @@ async def compare_deployments(
     team_id: str | None = None,
     from_ms: int | None = None,
     to_ms: int | None = None,
+    by_draft: bool = False,
 ) -> list[DeploymentFigures]:
-    """The deployments that served `model`, admitted in [from_ms, to_ms), sorted by name; percentiles are exact."""
+    """The deployments that served `model`, admitted in [from_ms, to_ms), sorted by name; percentiles are exact.
+
+    by_draft: each deployment and draft apart.
+    """
     where = [usage.c.model == model]
     if team_id is not None:
         where.append(usage.c.team_id == team_id)
@@ -57,11 +72,14 @@ async def compare_deployments(
     for name in amounts:
         columns += exact_sum(usage.c[name])
     completed = func.sum(case((usage.c.status == "completed", 1), else_=0)).label("completed")
-    query = select(usage.c.deployment, func.count().label("requests"), completed, *columns)
-    rows = (await c.execute(query.where(*where).group_by(usage.c.deployment).order_by(usage.c.deployment))).mappings()
+    spent = func.sum(case((usage.c.status == "completed", usage.c.latency_ms), else_=0)).label("latency_ms")
+    made = func.sum(case((usage.c.status == "completed", usage.c.generated_tokens), else_=0)).label("completed_tokens")
+    places = [usage.c.deployment, *([usage.c.draft_model] if by_draft else [])]
+    query = select(*places, func.count().label("requests"), completed, spent, made, *columns)
+    rows = (await c.execute(query.where(*where).group_by(*places).order_by(*places))).mappings()
     found = []
     for row in rows.all():
-        here = [*where, usage.c.deployment == row["deployment"], usage.c.status == "completed"]
+        here = [*where, *(place == row[place.name] for place in places), usage.c.status == "completed"]
         latencies = await _histogram(c, usage.c.latency_ms, here)
         first_tokens = await _histogram(c, usage.c.ttft_ms, [*here, usage.c.ttft_ms.is_not(None)])
         figures = DeploymentFigures(
@@ -71,6 +89,10 @@ async def compare_deployments(
             p50_ms=percentile(latencies, 50),
             p99_ms=percentile(latencies, 99),
             ttft_p50_ms=percentile(first_tokens, 50),
+            ttft_p99_ms=percentile(first_tokens, 99),
+            latency_ms=int(row["latency_ms"]),
+            completed_tokens=int(row["completed_tokens"]),
+            draft_model=row["draft_model"] if by_draft else None,
             **{name: int(row[name]) for name in counted},
             **{name: read_sum(row, name) for name in amounts},
         )

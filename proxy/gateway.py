@@ -201,13 +201,13 @@ class Gateway:
                     raise
             except UpstreamFailed as error:
                 failure = error
-                self._failed(deployment, error.kind, error.pause_ms)
+                self._failed(run, deployment, error.kind, error.pause_ms)
                 _note_cost(run, deployment, error)
                 if error.kind == "request":
                     break
             else:
                 if broke:
-                    self._failed(deployment, "broken")
+                    self._failed(run, deployment, "broken")
                 else:
                     deployment.fitness.succeeded()
                 return
@@ -219,9 +219,9 @@ class Gateway:
             await self._settle_in_vain(run)
         raise failure.error
 
-    def _failed(self, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
+    def _failed(self, run: Run, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
         deployment.fitness.failed(kind, now_ms(), pause_ms)
-        self._metrics.upstream_failed(deployment.name, kind)
+        self._metrics.upstream_failed(run.request.call.model, deployment.name, kind)
 
     async def _send(self, run: Run, deployment: Deployment) -> Answer:
         """The request as this deployment wants it. Returns a 2xx answer. Raises UpstreamFailed."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import get_args
 
+from ledger.acceptance import Acceptance, State
 from ledger.gate import Outcome, Receipt
 from ledger.money import format_amount
 
+STATES: tuple[State, ...] = get_args(State)
 LATENCY_BUCKETS_MS = (5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000, 120_000)
 
 Labels = tuple[tuple[str, str], ...]
@@ -57,7 +60,10 @@ class Metrics:
         self._settled: dict[tuple[str, str, str], _Totals] = {}
         self._refused: defaultdict[str, int] = defaultdict(int)
         self._upstream_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._fresh_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._gauges = gauges
+        self.acceptance: Sequence[Acceptance] = ()
+        """How drafts do, as the ledger last had it."""
         self._limit_decisions = limit_decisions
 
     def settled(self, model: str, outcome: Outcome, receipt: Receipt) -> None:
@@ -83,8 +89,21 @@ class Metrics:
     def refused(self, code: str) -> None:
         self._refused[code] += 1
 
-    def upstream_failed(self, deployment: str, kind: str) -> None:
+    def upstream_failed(self, model: str, deployment: str, kind: str) -> None:
         self._upstream_failures[(deployment, kind)] += 1
+        if kind != "request":
+            self._fresh_failures[(model, deployment)] += 1
+
+    def take_failures(self) -> dict[tuple[str, str], int]:
+        """(model, deployment) → failed attempts since this was last called; the caller's own mistakes are none."""
+        taken = dict(self._fresh_failures)
+        self._fresh_failures.clear()
+        return taken
+
+    def give_back_failures(self, failures: Mapping[tuple[str, str], int]) -> None:
+        """They could not be kept: next time."""
+        for place, count in failures.items():
+            self._fresh_failures[place] += count
 
     def text(self) -> bytes:
         """The Prometheus exposition format, version 0.0.4."""
@@ -120,6 +139,11 @@ class Metrics:
         lines += _family(
             "tallygate_limit_decisions_total", "Decisions on limits, by where the counters were.", "counter", decisions
         )
+        drafts = [((("deployment", item.deployment), ("draft", item.draft_model)), item) for item in self.acceptance]
+        rates = ((at, f"{item.rate:.4f}") for at, item in drafts)
+        lines += _family("tallygate_acceptance_rate", "Accepted of drafted tokens, lately.", "gauge", rates)
+        states = (((*at, ("state", state)), int(item.state == state)) for at, item in drafts for state in STATES)
+        lines += _family("tallygate_acceptance_state", "1: the draft is in this state.", "gauge", states)
         for name, value in self._gauges().items():
             lines += _family(f"tallygate_{name}", name.replace("_", " ").capitalize() + ".", "gauge", [((), value)])
         return ("\n".join(lines) + "\n").encode()

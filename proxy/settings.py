@@ -135,6 +135,26 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """The draft that it always speculates with; requests that name this draft go there."""
 
 
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Ramp(msgspec.Struct, frozen=True, kw_only=True):
+    """Raise a deployment's share by steps, each held for so long, while errors, acceptance and P99 hold; else take all
+    of it back at once."""
+
+    deployment: str
+    steps: tuple[Annotated[int, msgspec.Meta(ge=1, le=100)], ...] = (10, 25, 50, 75, 90)
+    hold_s: Seconds = 3600.0
+    min_requests: AtLeastOne = 100
+    """Fewer say nothing: the step goes on."""
+    max_error_rate: Share = 0.02
+    min_acceptance_rate: Share = 0.70
+    min_draft_tokens: AtLeastOne = 1_000
+    max_p99_ratio: Annotated[float, msgspec.Meta(gt=0)] = 1.2
+    """Of the slowest other deployment's P99."""
+    max_p99_ms: AtLeastOne | None = None
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     deployments: tuple[Deployment, ...]
     sticky_by: Literal["team", "key", "user", "none"] = "team"
@@ -145,6 +165,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     price: Price | None = None
     context_tokens: AtLeastOne | None = None
     max_output_tokens: AtLeastOne | None = None
+    ramp: Ramp | None = None
 
 
 class Fx(msgspec.Struct, frozen=True, kw_only=True):

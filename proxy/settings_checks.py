@@ -24,7 +24,7 @@ def check(settings: Settings, complain: Complain) -> None:
     _check_storage(settings, complain)
     _check_places(settings, complain)
     for name, model in settings.models.items():
-        _check_model(settings, f"models.{name}", model, complain)
+        _check_model(settings, name, model, complain)
     _check_billing(settings, complain)
     for index, hook in enumerate(settings.webhooks):
         _check_url(f"webhooks[{index}].url", hook.url, complain)
@@ -105,7 +105,8 @@ def _places(settings: Settings) -> list[str]:
     return ([BACKEND] if settings.backend is not None else []) + list(settings.upstreams)
 
 
-def _check_model(settings: Settings, path: str, model: Model, complain: Complain) -> None:
+def _check_model(settings: Settings, name: str, model: Model, complain: Complain) -> None:
+    path = f"models.{name}"
     places = _places(settings)
     known = ", ".join(places) or "none (add `backend:` or `upstreams:`)"
     for where, target in _targets(path, model):
@@ -120,6 +121,7 @@ def _check_model(settings: Settings, path: str, model: Model, complain: Complain
     if len(set(names)) < len(names):
         complain(f"{path}.deployments", "the same place and model twice; add up their weights")
     _check_drafts(settings, path, model, complain)
+    _check_ramp(name, path, model, complain)
     if model.price is not None:
         _check_price(f"{path}.price", model.price, complain)
     for index, deployment in enumerate(model.deployments):
@@ -151,6 +153,21 @@ def _check_drafts(settings: Settings, path: str, model: Model, complain: Complai
         complain(f"{path}.default_draft", f"{model.default_draft!r} is not among the drafts of this model: {allowed}")
     if model.speculative == "enabled" and not model.drafts:
         complain(f"{path}.speculative", "`enabled` needs at least one name in drafts")
+
+
+def _check_ramp(name: str, path: str, model: Model, complain: Complain) -> None:
+    ramp = model.ramp
+    if ramp is None:
+        return
+    from proxy.routing import deployment_names
+
+    known = deployment_names(name, model)
+    if ramp.deployment not in known:
+        complain(f"{path}.ramp.deployment", f"no deployment {ramp.deployment!r}; this model has: {', '.join(known)}")
+    elif len(known) < 2:
+        complain(f"{path}.ramp", "needs a second deployment to take the rest of the requests")
+    if not ramp.steps or list(ramp.steps) != sorted(set(ramp.steps)):
+        complain(f"{path}.ramp.steps", "must rise, for example [10, 25, 50, 75, 90]")
 
 
 def _check_price(path: str, price: Price, complain: Complain) -> None:

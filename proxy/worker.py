@@ -14,7 +14,9 @@ from typing import Any
 
 import structlog
 
+from ledger.acceptance import list_states
 from ledger.database import Database
+from ledger.deployments import add_failures
 from ledger.errors import LedgerError, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.keys import KeyHasher
@@ -30,7 +32,9 @@ from proxy.auth import Keyring
 from proxy.catalogue import Catalogue
 from proxy.checking import keep_checking
 from proxy.gateway import Gateway
+from proxy.ids import now_ms
 from proxy.metrics import Metrics
+from proxy.observer import Observer
 from proxy.overrides import RouteFeed
 from proxy.preflight import StartRefused
 from proxy.routing import build_routes, build_upstreams
@@ -42,6 +46,8 @@ log = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25
 RETRY_S = 1.0
+EXCHANGE_S = 2.0
+"""How often a worker tells of failed attempts, and asks how drafts do."""
 STALE_S = 3.0
 """How long the change feed may be silent before readiness calls the database degraded."""
 
@@ -80,6 +86,7 @@ class Worker:
         self._refreshed_at = 0.0
         self._behind = True
         """The feed may hold changes that keys and routes have not followed yet."""
+        self._exchanged_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
 
@@ -179,6 +186,7 @@ class Worker:
         self._failure = None
         if self._embed_poster:
             self._start(Poster(self.db, settings.storage.journal_path).run(self._stop))
+            self._start(Observer(self.db, settings).run(self._stop))
 
     async def _open_database(self) -> Database:
         """Brought up to date first where that is needed: it may have been away when this process started."""
@@ -207,6 +215,8 @@ class Worker:
             else:
                 await asyncio.sleep(REFRESH_S)
                 await self._refresh()
+                if time.monotonic() - self._exchanged_at > EXCHANGE_S:
+                    await self._exchange()
 
     async def _refresh(self) -> None:
         """Follow the change feed: keys here, money in the gate."""
@@ -233,6 +243,20 @@ class Worker:
         except Exception as error:
             log.error("refresh_failed", exc_info=error)
             return True
+
+    async def _exchange(self) -> None:
+        """Tell the ledger which attempts failed here; hear from it how drafts do everywhere."""
+        self._exchanged_at = time.monotonic()
+        failures = self.metrics.take_failures()
+        try:
+            if failures:
+                async with self.database().begin() as c:
+                    await add_failures(c, failures, now_ms())
+            async with self.database().read() as c:
+                self.metrics.acceptance = await list_states(c)
+        except Exception as error:
+            self.metrics.give_back_failures(failures)
+            log.warning("exchange_failed", reason=str(error))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -13,6 +13,7 @@ from proxy.commands.options import (
     JsonOption,
     act,
     print_json,
+    print_listing,
     print_table,
     settings_of,
 )
@@ -23,17 +24,14 @@ if TYPE_CHECKING:
 report = typer.Typer(no_args_is_help=True, help="Figures that a decision is made on.")
 
 
-@report.callback()
-def _group() -> None:
-    """Keeps `canary` a command of its own while it is the only one."""
-
-
 @report.command("canary", epilog="Example: tallygate report canary --model deepseek-v3.2 --from 2026-12-01")
 def canary(
     model: Annotated[str, typer.Option(help="The model whose deployments are compared.")],
     team: Annotated[str | None, typer.Option(help="Only this team's requests.")] = None,
     start: Annotated[str | None, typer.Option("--from", help="From this date or time on.")] = None,
     to: Annotated[str | None, typer.Option(help="Up to this date or time, itself excluded.")] = None,
+    change: Annotated[str | None, typer.Option(help="What was before this date or time, and what came after.")] = None,
+    by_draft: Annotated[bool, typer.Option("--by-draft", help="Each draft model apart.")] = False,
     config: ConfigOption = None,
     data_dir: DataDirOption = HERE,
     json_: JsonOption = False,
@@ -41,12 +39,21 @@ def canary(
     """Before and after: the deployments of a model side by side."""
     from proxy.admin.report import CanaryQuery, compare
 
-    query = CanaryQuery(model=model, team=team, from_=start, to=to)
+    query = CanaryQuery(model=model, team=team, from_=start, to=to, change=change, by_draft=by_draft)
     found = act(settings_of(config, data_dir), compare, query=query)
     if json_:
         print_json(found)
         return
     print_table(("", *("" for _ in found.data)), _rows(found.data), f"no requests for {model} yet")
+
+
+@report.command("acceptance", epilog="Example: tallygate report acceptance")
+def acceptance(config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: JsonOption = False) -> None:
+    """How drafts do: healthy from 70 % accepted on, wrong_draft below 50 %, watch between."""
+    from proxy.admin.report import acceptance as look
+
+    columns = ("deployment", "draft_model", "state", "acceptance_rate", "draft_tokens", "since")
+    print_listing(act(settings_of(config, data_dir), look), columns, json_, "no draft was judged yet")
 
 
 def _rows(compared: list[Comparison]) -> list[tuple[object, ...]]:

@@ -117,6 +117,7 @@ def poster(
 
 async def _post(settings: Settings) -> None:
     from ledger.posting import Poster
+    from proxy.observer import Observer
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -127,8 +128,10 @@ async def _post(settings: Settings) -> None:
         return
     try:
         poster = Poster(db, settings.storage.journal_path)
+        observing = loop.create_task(Observer(db, settings).run(stop))
         _spare_the_collector()
         await poster.run(stop)
+        await observing
         await poster.drain()
     finally:
         await db.close()

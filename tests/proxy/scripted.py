@@ -74,7 +74,7 @@ def _read_request(peer: socket.socket) -> bytes:
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
     lines = [line.partition(b":") for line in head.lower().split(b"\r\n")]
-    length = next(int(value) for name, _, value in lines if name == b"content-length")
+    length = next((int(value) for name, _, value in lines if name == b"content-length"), 0)
     while len(body) < length and (part := peer.recv(SLICE)):
         body += part
     return head + b"\r\n\r\n" + body

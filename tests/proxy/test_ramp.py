@@ -1,0 +1,181 @@
+"""The automatic ramp: up while everything holds, back at once when it does not, each step in the audit log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ledger import routes
+from ledger.audit import By
+from ledger.database import Database
+from ledger.deployments import failures_of
+from proxy.observer import Observer
+from proxy.ramp import Figures, Standing, State, decide, weights
+from proxy.settings import Deployment, Model, Ramp
+from tests.proxy.serving import PRICE, Gateway, configuration
+from tests.services import wait_until
+from tests.upstream.process import FakeUpstream
+
+RAMP = Ramp(deployment="new", steps=(10, 50, 90), hold_s=60, min_requests=100)
+GOOD = Figures(200, 1, 310, 5_000, 0.8, 900, 300)
+WHOLE = Model(deployments=(Deployment(to="old", weight=3), Deployment(to="older", weight=1), Deployment(to="new")))
+
+
+def test_it_climbs_step_by_step_and_is_done_at_the_last() -> None:
+    standing = None
+    shares: list[tuple[int, int, State]] = []
+    for now in range(300):  # a clock of seconds
+        step = decide(RAMP, standing, GOOD, now * 1000)
+        if step is not None:
+            standing = Standing("m", step.state, step.share_percent, now * 1000)
+            shares.append((now, step.share_percent, step.state))
+    assert shares == [(0, 10, "climbing"), (60, 50, "climbing"), (120, 90, "climbing"), (180, 90, "done")]
+
+
+@pytest.mark.parametrize("state", ["climbing", "done"])
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        (replace(GOOD, failures=20), "attempts failed"),
+        (replace(GOOD, acceptance_rate=0.69), "acceptance rate is 69.0%"),
+        (replace(GOOD, p99_ms=361), "P99 is 361 ms"),
+    ],
+)
+def test_it_falls_back_at_once_and_says_why(state: State, figures: Figures, says: str) -> None:
+    step = decide(RAMP, Standing("m", state, 50, 0), figures, 1_000)
+    assert step is not None
+    assert (step.state, step.share_percent) == ("fallen_back", 0)
+    assert says in step.reason
+    assert decide(RAMP, Standing("m", "fallen_back", 0, 0), GOOD, 10**9) is None  # until somebody looked at it
+
+
+def test_what_goes_wrong_late_in_a_long_step_shows_at_once() -> None:
+    whole, recent = replace(GOOD, requests=10_000, failures=101), replace(GOOD, requests=20, failures=100)
+    assert decide(RAMP, Standing("m", "climbing", 10, 0), whole, 1_000) is None
+    step = decide(RAMP, Standing("m", "climbing", 10, 0), whole, 1_000, recent)
+    assert step is not None
+    assert step.state == "fallen_back"
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        replace(GOOD, requests=99, failures=0),
+        replace(GOOD, requests=20, failures=70),  # too few to say anything
+        Figures(),
+    ],
+)
+def test_it_waits_while_there_is_little_to_judge_by(figures: Figures) -> None:
+    assert decide(RAMP, Standing("m", "climbing", 10, 0), figures, 10**9) is None
+
+
+def test_what_was_drafted_too_little_and_what_nobody_compares_with_says_nothing() -> None:
+    figures = replace(GOOD, acceptance_rate=0.1, draft_tokens=10, p99_ms=9_999, others_requests=3)
+    step = decide(RAMP, Standing("m", "climbing", 10, 0), figures, 60_000)
+    assert step is not None
+    assert step.share_percent == 50
+
+
+def test_the_rest_is_split_by_the_configured_weights() -> None:
+    assert weights(RAMP, "m", WHOLE, 10) == {"new": 40, "old": 270, "older": 90}
+    assert weights(RAMP, "m", WHOLE, 0) == {"new": 0, "old": 300, "older": 100}
+
+
+@pytest.fixture
+def ramped(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
+    two = [{"to": "old", "model": "gpt-4", "weight": 100}, {"to": "new", "model": "gpt-4", "weight": 0}]
+    model = {"deployments": two, "price": PRICE, "sticky_by": "none"}
+    config = configuration({"old": upstream.base_url, "new": upstream.base_url}, m=model)
+    with Gateway(tmp_path, config) as gateway:
+        yield gateway
+
+
+class Ramping:
+    """An observer of the gateway's ledger whose settings have the ramp; each look is a call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        from msgspec.structs import replace as changed
+
+        ramp = Ramp(deployment="new", steps=(50, 90), hold_s=0.5, min_requests=3, max_p99_ratio=1_000)
+        model = changed(gateway.settings.models["m"], ramp=ramp)
+        self.settings = changed(gateway.settings, models={"m": model})
+        self.gateway = gateway
+
+    def look(self) -> None:
+        import asyncio
+
+        async def act() -> None:
+            db = await Database.open(self.gateway.settings.storage.database)
+            try:
+                await Observer(db, self.settings).look()
+            finally:
+                await db.close()
+
+        asyncio.run(act())
+
+    def steps(self) -> list[tuple[str, Any, str]]:
+        """(actor, weights, reason) of each change of the route, oldest first."""
+        headers = {"authorization": f"Bearer {'t' * 32}"}
+        found = httpx.get(f"http://127.0.0.1:{self.gateway.port}/admin/v1/audit?limit=1000", headers=headers).json()
+        acts = [item for item in found["data"] if item["action"].startswith("route.")]
+        return [(item["actor"], item["after"], item["reason"]) for item in reversed(acts)]
+
+    def use(self, requests: int) -> None:
+        """So many requests, and their rows posted."""
+        create = self.gateway.client().chat.completions.with_raw_response.create
+        ids = [
+            create(model="m", messages=[{"role": "user", "content": "hi"}]).headers["x-request-id"]
+            for _ in range(requests)
+        ]
+        for request_id in ids:
+            self.gateway.row(request_id)
+
+
+def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Gateway, upstream: FakeUpstream) -> None:
+    ramping = Ramping(ramped)
+    ramping.look()
+    route = ramped.app.state.worker.routes["m"]
+    wait_until(lambda: route.weights() == (5_000, 5_000), 2, "the first step everywhere")
+    ramping.use(40)
+    time.sleep(0.5)
+    ramping.look()
+    wait_until(lambda: route.weights() == (1_000, 9_000), 2, "the second step everywhere")
+    upstream.standing_fault("500")
+    for _ in range(10):
+        with pytest.raises(openai.InternalServerError):
+            ramping.use(1)
+        for deployment in route.deployments:
+            deployment.fitness.succeeded()
+
+    async def failures(c: Any) -> int:
+        return (await failures_of(c, "m")).get("new", 0)
+
+    wait_until(lambda: ramped.ledger(failures) >= 3, 6, "the failures in the ledger")
+    ramping.look()
+    wait_until(lambda: route.weights() == (10_000, 0), 2, "the way back everywhere")
+    steps = ramping.steps()
+    assert [actor for actor, _, _ in steps] == ["ramp"] * 3
+    assert "begins" in steps[0][2]
+    assert "50 % held" in steps[1][2]
+    assert "falls back from 90 %" in steps[2][2]
+    ramping.look()
+    assert len(ramping.steps()) == 3
+
+
+def test_weights_that_were_set_by_hand_are_left_alone(ramped: Gateway) -> None:
+    ramping = Ramping(ramped)
+
+    async def by_hand(c: Any) -> None:
+        await routes.set_weights(c, By("ann", 1), "m", {"old": 1, "new": 1})
+
+    ramping.look()
+    ramped.ledger(by_hand)
+    ramping.look()
+    assert [actor for actor, _, _ in ramping.steps()] == ["ramp", "ann"]
