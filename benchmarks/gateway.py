@@ -137,42 +137,46 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if unknown := set(groups) - set(GROUPS):
         raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(GROUPS)}")
     run = Run(groups, seconds, rounds, quick=arguments.quick)
-    poster_core = GATEWAY_CORE if arguments.one_core else LOAD_CORE
-    name = "TallyGate, poster on the same core" if arguments.one_core else "TallyGate"
-    absent: dict[str, str] = {}
-    quiet: dict[str, Any] = {}
-    work: dict[str, Any] = {}
+    report: dict[str, Any] = {
+        "machine": {"cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()},
+        "rounds": rounds,
+        "seconds": seconds,
+        "quiet": {},
+        "work": {},
+        "absent": {},
+    }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tallygate-bench-")))
-        direct = stack.enter_context(upstream(folder))
-        bare = stack.enter_context(floor(folder, direct.port))
-        metered = [stack.enter_context(tallygate(folder / "a", direct.port, name=name, poster_core=poster_core))]
-        if arguments.production:
-            metered.append(stack.enter_context(_production(stack, folder / "b", direct.port, poster_core)))
-        others = []
-        for start in (peers.litellm, peers.portkey) if arguments.peers else ():
-            try:
-                others.append(stack.enter_context(start(folder, direct.port)))
-            except (peers.NoPeer, RuntimeError) as error:
-                absent[start.__name__] = str(error)
-        run.measure([direct, bare, *metered, *others])
-        for subject in metered:
-            if "quiet" in groups:
-                quiet[subject.name] = _quiet(subject)
-            if "work" in groups:
-                work[subject.name] = _work(subject, folder)
-            prove(subject)
-        return {
-            "machine": {"cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()},
-            "rounds": rounds,
-            "seconds": seconds,
-            "fdatasync_us": sync_time_us(folder, 4096),
-            "cells": {label: {who: summarise(r) for who, r in named.items()} for label, named in run.cells.items()},
-            "quiet": quiet,
-            "work": work,
-            "facts": {subject.name: subject.facts for subject in (*metered, *others)},
-            "absent": absent,
-        }
+        subjects = _subjects(stack, folder, arguments, report["absent"])
+        run.measure(subjects)
+        for subject in subjects:
+            if subject.commands is not None:
+                if "quiet" in groups:
+                    report["quiet"][subject.name] = _quiet(subject)
+                if "work" in groups:
+                    report["work"][subject.name] = _work(subject, folder)
+                prove(subject)
+        report["fdatasync_us"] = sync_time_us(folder, 4096)
+        report["facts"] = {subject.name: subject.facts for subject in subjects if subject.facts}
+    report["cells"] = {label: {who: summarise(r) for who, r in named.items()} for label, named in run.cells.items()}
+    return report
+
+
+def _subjects(stack: ExitStack, folder: Path, arguments: argparse.Namespace, absent: dict[str, str]) -> list[Subject]:
+    """All that take part, started; `absent` is told who does not, and why."""
+    direct = stack.enter_context(upstream(folder))
+    poster_core = GATEWAY_CORE if arguments.one_core else LOAD_CORE
+    name = "TallyGate, poster on the same core" if arguments.one_core else "TallyGate"
+    subjects = [direct, stack.enter_context(floor(folder, direct.port))]
+    subjects.append(stack.enter_context(tallygate(folder / "a", direct.port, name=name, poster_core=poster_core)))
+    if arguments.production:
+        subjects.append(stack.enter_context(_production(stack, folder / "b", direct.port, poster_core)))
+    for start in (peers.litellm, peers.portkey) if arguments.peers else ():
+        try:
+            subjects.append(stack.enter_context(start(folder, direct.port)))
+        except (peers.NoPeer, RuntimeError) as error:
+            absent[start.__name__] = str(error)
+    return subjects
 
 
 def _quiet(subject: Subject) -> Any:
