@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from proxy.commands.options import HERE, ConfigOption, DataDirOption, say, settings_of
+from proxy.commands.options import HERE, ConfigOption, DataDirOption, ledger_of, say, settings_of
 
 if TYPE_CHECKING:
     from proxy.seeding import FirstRun
@@ -123,7 +123,7 @@ class _Preparation:
         from proxy import seeding  # imports SQLAlchemy: while the backend is on its way already
 
         try:
-            self.first_run = await seeding.prepare(self.settings)
+            await self._prepare()
         except LedgerUnavailable as error:
             seeding.check_startable_without_database(self.settings, error)
             say(f"starting without the database, requests get 503 until it is there: {error}")
@@ -131,12 +131,22 @@ class _Preparation:
     async def finish(self) -> None:
         """Returns when `first_run` is there. Raises what `try_once` raises."""
         from ledger.errors import LedgerUnavailable
-        from proxy import seeding
 
         while self.first_run is None:
             await asyncio.sleep(RETRY_S)
             with contextlib.suppress(LedgerUnavailable):
-                self.first_run = await seeding.prepare(self.settings)
+                await self._prepare()
+
+    async def _prepare(self) -> None:
+        from ledger.unused import end_unused_slots
+        from proxy import seeding
+
+        first_run = await seeding.prepare(self.settings)
+        async with ledger_of(self.settings) as db:
+            workers = range(self.settings.server.workers)
+            for slot in await end_unused_slots(db, self.settings.storage.journal_path, workers):
+                say(f"slot {slot} has no worker any more: it is ended, and what it held returns")
+        self.first_run = first_run
 
 
 def _show_token(first_run: FirstRun) -> None:

@@ -1,17 +1,21 @@
-"""What an operator does about a record that SQL refused, and about a journal that is gone: API and shell."""
+"""What becomes of a record that SQL refused, and of journals that nobody writes any more: from the API, the shell, and
+by itself."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ledger.database import Database
+from ledger.lost_journals import list_open_epochs
 from ledger.records import Charge, Settle, Usage
 from proxy.cli import main
-from proxy.settings import Settings
+from proxy.commands.serve import _Preparation
+from proxy.settings import Settings, load_settings
 from tests.conftest import run_apart
 from tests.ledger_flow.material import MODEL, House, crash, now_ms, request_id, run
 from tests.operator.conftest import Admin
@@ -82,3 +86,21 @@ def test_a_lost_journal_is_declared_over_the_api(admin: Admin) -> None:
     assert admin.client.get("/journals").json()["data"] == []
     assert admin.client.post("/journals/declare-lost", json=which).status_code == 409
     assert admin.client.post("/verify", json={}).json()["ok"]
+
+
+async def test_a_start_with_fewer_workers_ends_the_slots_that_are_left(base_dir: Path) -> None:
+    settings = load_settings(None, base_dir)
+    await _Preparation(settings).try_once()
+    db = await Database.open(settings.storage.database)
+    house = House(db, settings.storage.journal_path)
+    await house.furnish()
+    gates = [await house.gate(slot) for slot in range(2)]
+    for gate in gates:
+        await run(gate, house.ask())
+    crash(house, gates[1])  # slot 0 is the one that goes on
+    assert settings.server.workers == 1
+    await _Preparation(settings).try_once()
+    await house.post()
+    async with db.read() as c:
+        assert await list_open_epochs(c) == [(gates[0].leases.slot_id, 1, True)]
+    await house.close()
