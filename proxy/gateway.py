@@ -52,7 +52,7 @@ from proxy.openai.errors import (
     upstream_timeout,
 )
 from proxy.openai.plain import NoAnswer
-from proxy.openai.requests import prompt_text
+from proxy.openai.requests import prompt_text, refuse_surcharges
 from proxy.openai.unstreamed import Unstreamed, is_unstreamed
 from proxy.openai.usage import Counts
 from proxy.relay import Ending, Relay
@@ -127,6 +127,8 @@ class Gateway:
         route = self._routes.get(call.model)
         if route is None:
             raise model_not_found(call.model)
+        if route.settings.surcharges == "refuse":
+            refuse_surcharges(call)
         speculation = choose_draft(
             text(headers.get(b"x-speculative-decoding")),
             text(headers.get(b"x-draft-model")),
@@ -299,6 +301,8 @@ class Gateway:
             if run.request.once is not None:
                 relay.recorder = Recorder(run.dialect.native)
             ending = await relay.run(run.hold, run.reply, run.headers(), call.least_prompt_tokens)
+            if ending.how == "gone" and run.request.route.settings.on_hangup == "finish":
+                await relay.finish(run.hold, run.request.route.settings.finish_s)
             relay.leave()
             slot.release()
             await self._finish(run, deployment, ending, reader, relay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,19 @@ class Relay:
                 raise UpstreamFailed("broken", (ending.error or self._failed("sent no answer").error))
             await reply.begin(200, [*STREAM_HEADERS, *headers])
         return ending
+
+    async def finish(self, hold: Hold, seconds: float) -> None:
+        """The client has gone: read on, for so long and as far as the money reaches, to learn what was really used."""
+        self._ending = None
+        try:
+            async with asyncio.timeout(seconds):
+                while self._ending is None:
+                    packet = await self._answer.chunk()
+                    if not packet:
+                        break
+                    await self._read(packet, hold)
+        except (TimeoutError, ConnectionLost):
+            self._ending = Ending("gone")
 
     def leave(self) -> None:
         """Let go of the upstream: at once, or once the end of a complete answer has come in."""

@@ -166,6 +166,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: AtLeastOne | None = None
     max_output_tokens: AtLeastOne | None = None
     ramp: Ramp | None = None
+    on_hangup: Literal["cancel", "finish"] = "cancel"
+    """When a client leaves its stream: stop the upstream, or read on to learn what it really used."""
+    finish_s: Seconds = 30.0
+    """How long `finish` reads on at most."""
+    surcharges: Literal["refuse", "pass"] = "refuse"
+    """What providers charge extra for, and no price here covers: `service_tier: priority`, `web_search_options`."""
 
 
 class Fx(msgspec.Struct, frozen=True, kw_only=True):

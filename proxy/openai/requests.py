@@ -34,6 +34,12 @@ _EMPTY = re.compile(rb"\[\s*\]")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
+_SURCHARGED = {
+    "service_tier": frozenset({b"null", b'"auto"', b'"default"', b'"flex"', b'"standard_only"'}),
+    "web_search_options": frozenset({b"null"}),
+}
+"""Fields with a price of their own at some providers, and the values that cost nothing extra."""
+
 _cut = msgspec.json.Decoder(Fields)
 
 
@@ -137,6 +143,15 @@ def parse_embedding(body: bytes) -> Call:
         end_user=_end_user(request.user),
         prompt_tokens_bound=prompt_tokens_bound(fields, len(body)),
     )
+
+
+def refuse_surcharges(call: Call) -> None:
+    """Raises ApiError 400 for what a provider charges extra for beside tokens: no price here covers it."""
+    for name, harmless in _SURCHARGED.items():
+        value = call.fields.get(name)
+        if value is not None and bytes(value) not in harmless:
+            message = f"`{name}` is not supported like this: it costs a surcharge that no price covers."
+            raise invalid(message, name, "unsupported_parameter")
 
 
 def _call(fields: Fields, body: bytes, request: _Head, limit: int | None, limit_field: str, choices: int) -> Call:

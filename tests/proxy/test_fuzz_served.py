@@ -24,7 +24,7 @@ from tests.services import wait_until
 
 SECONDS = float(os.environ.get("SECONDS", "0"))
 SEED = int(os.environ.get("SEED", "0"))
-EXAMPLES = 100
+EXAMPLES = 60
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 PLAIN = json.dumps(
     {

@@ -37,21 +37,6 @@ async def read_some(gateway: Gateway, model: str, tokens: int) -> tuple[str, int
     return request_id, seen, time.time()
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3.2@fifty-chunks", "m@fifty-chunks"])
-async def test_a_hangup_at_any_chunk_bills_between_what_was_delivered_and_produced(
-    gateway: Gateway, upstream: FakeUpstream, model: str
-) -> None:
-    for tokens in (1, 2, 7, 19, 33, 49):
-        request_id, delivered, _ = await read_some(gateway, model, tokens)
-        row = await asyncio.to_thread(gateway.row, request_id)
-        entry = await asyncio.to_thread(upstream.entry, request_id)
-        assert delivered <= row["generated_tokens"] <= entry["produced_tokens"]
-        assert row["billed_tokens"] == row["prompt_tokens"] + row["generated_tokens"]
-        assert row["prompt_tokens"] == entry["prompt_tokens"]
-        assert not row["estimated"]
-        assert row["status"] == ("completed" if row["generated_tokens"] == 50 else "cancelled")
-
-
 async def test_a_hangup_stops_the_generation_within_100_ms(gateway: Gateway, upstream: FakeUpstream) -> None:
     for _ in range(3):
         request_id, _, hung_up = await read_some(gateway, "m@slow-chunks", 5)
@@ -126,3 +111,29 @@ def test_a_stopping_worker_answers_what_is_not_finished_in_openais_shape_and_bil
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert answer.headers["x-should-retry"] == "true"
     assert gateway.rows() == []
+
+
+async def test_a_route_may_read_on_to_learn_what_was_really_used(upstream: FakeUpstream, tmp_path: Any) -> None:
+    from tests.proxy.serving import configuration
+
+    def model(**more: Any) -> dict[str, Any]:
+        fault = "fifty-chunks" if "finish_s" not in more else "endless"
+        place = {"to": "legacy", "model": f"gpt-4@{fault}"}
+        return {"deployments": [place], "price": PRICE, "on_hangup": "finish", **more}
+
+    config = configuration({"legacy": upstream.base_url}, finishes=model(), bounded=model(finish_s=0.3))
+    gateway = await asyncio.to_thread(Gateway, tmp_path, config)
+    await asyncio.to_thread(gateway.__enter__)
+    try:
+        request_id, delivered, _ = await read_some(gateway, "finishes", 5)
+        row = await asyncio.to_thread(gateway.row, request_id)
+        assert (row["status"], row["generated_tokens"], bool(row["estimated"])) == ("cancelled", 50, False)
+        assert (await asyncio.to_thread(upstream.entry, request_id))["outcome"] == "done"
+        request_id, delivered, hung_up = await read_some(gateway, "bounded", 5)
+        entry = await asyncio.to_thread(upstream.entry, request_id)
+        row = await asyncio.to_thread(gateway.row, request_id)
+        assert entry["outcome"] == "client_gone"
+        assert 0.2 < entry["ended"] - hung_up < 2
+        assert delivered <= row["generated_tokens"] <= entry["produced_tokens"]
+    finally:
+        await asyncio.to_thread(gateway.stop)

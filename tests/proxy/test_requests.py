@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError
 from proxy.openai.requests import (
     forward_body,
     parse_chat,
     parse_completion,
     parse_embedding,
+    refuse_surcharges,
 )
 
 MESSAGES = [{"role": "user", "content": "你好"}]
@@ -152,3 +154,32 @@ def test_what_is_around_a_prompt_is_not_taken_for_it() -> None:
     assert bare.least_prompt_tokens() == dressed.least_prompt_tokens() == 1
     long = parse_chat(chat(messages=[{"role": "user", "content": "word " * 160}]))
     assert long.least_prompt_tokens() == 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"),
+    [
+        ("service_tier", '"priority"', True),
+        ("service_tier", '"auto"', False),
+        ("service_tier", "null", False),
+        ("web_search_options", "{}", True),
+        ("store", "true", False),
+    ],
+)
+def test_what_costs_a_surcharge_that_no_price_covers_is_refused(field: str, value: str, refused: bool) -> None:
+    call = parse_chat(f'{{"model":"m","messages":[{{}}],"{field}":{value}}}'.encode())
+    if refused:
+        with pytest.raises(ApiError) as caught:
+            refuse_surcharges(call)
+        assert (caught.value.status, caught.value.param) == (400, field)
+    else:
+        refuse_surcharges(call)
+
+
+def test_calls_of_a_stream_count_where_a_tokenizer_counts() -> None:
+    reader = StreamReader(parse_chat(b'{"model":"m","messages":[{}],"stream":true}'))
+    reader.keep_text()
+    for part in ('"name":"weather","arguments":""', '"arguments":"{\\"city\\":"', '"arguments":" 1}"'):
+        event = f'data: {{"choices":[{{"delta":{{"tool_calls":[{{"index":0,"function":{{{part}}}}}]}}}}]}}\n\n'
+        reader.accept(reader.read(event.encode()))
+    assert reader.text() == 'weather{"city": 1}'
