@@ -315,6 +315,38 @@ async def test_workers_and_poster_live_through_the_death_of_postgresql(
         assert sum(line.second for line in receipts) == budget.debits_pico <= budget.credits_pico
 
 
+async def test_eight_processes_spend_1000_calls_worth_exactly_while_postgresql_dies_and_comes_back(
+    postgres_server: Callable[..., Postgres], tmp_path: Path
+) -> None:
+    """Nobody is refused while money lies idle elsewhere: what is left in the end buys nothing."""
+    server = postgres_server(fsync=True)
+    url = server.url(server.create_database())
+    await migrate(url)
+    async with furnished(url, tmp_path / "journal") as house:
+        await house.budget(Scope.of_key(house.key_id), 1_000 * PRICE)
+        stop = asyncio.Event()
+        posting = asyncio.create_task(house.poster().run(stop))
+        running = [spender(house, slot) for slot in range(8)]
+        async with asyncio.timeout(90):
+            while sum(line.kind == "D" for line in lines(tmp_path)) < 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await asyncio.to_thread(server.kill)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(server.start)
+        async with asyncio.timeout(120):
+            await asyncio.to_thread(lambda: [process.wait() for process in running])
+        stop.set()
+        await posting
+        assert [process.returncode for process in running] == [0] * 8
+        receipts = [line for line in lines(tmp_path) if line.kind == "D"]
+        assert await house.leased() == 0  # SQL was up when they ended: nothing is stranded
+        await proven(house)
+        budget = await house.account("budget")
+        assert sum(line.second for line in receipts) == budget.debits_pico <= budget.credits_pico
+        assert budget.credits_pico - budget.debits_pico < price(100, 1)
+        assert not any(row.loss_pico for row in await house.rows())
+
+
 async def test_a_frozen_worker_keeps_its_slot_and_goes_on_when_it_thaws(house: House) -> None:
     await house.budget(Scope.of_key(house.key_id), 5 * USD)
     process = spender(house, 0, "--until-killed")

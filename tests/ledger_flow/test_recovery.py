@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from ledger.audit import By
+from ledger.database import Database
 from ledger.errors import (
     AlreadyAnswered,
     Conflict,
@@ -36,8 +38,10 @@ from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from ledger.verify_acts import check_acts
 from ledger.verify_keys import check_keys
+from tests.ledger_flow.conftest import furnished
 from tests.ledger_flow.material import MODEL, OUTPUT, USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
+from tests.services import Postgres
 
 
 async def test_an_orphan_that_delivered_is_settled_as_estimated_for_what_was_delivered(either: House) -> None:
@@ -379,6 +383,35 @@ async def test_a_database_older_than_the_journal_gets_what_the_journal_knows(hou
     assert len(await house.rows()) == 5
     assert (await house.account()).debits_pico == 5 * price(100, 200)
     await proven(house)
+
+
+async def test_a_postgresql_database_older_than_the_journal_gets_what_the_journal_knows(
+    postgres: Postgres, ledger_postgres_url: str, tmp_path: Path
+) -> None:
+    async with furnished(ledger_postgres_url, tmp_path / "journal") as house:
+        gate = await house.gate()
+        await run(gate, house.ask())
+        await house.post()
+        await house.db.close()  # a database that nobody uses can be copied
+        backup = postgres.create_database(ledger_postgres_url.rpartition("/")[2])
+        for _ in range(3):
+            await run(gate, house.ask())
+        await gate.close()
+        await house.post()
+        gate = await house.gate()
+        await run(gate, house.ask())
+        await gate.close()
+        await house.post()
+        assert len(await house.rows()) == 5
+    restored = dataclasses.replace(house, db=await Database.open(postgres.url(backup)), gates=[])
+    assert len(await restored.rows()) == 1
+    await restored.gate()
+    await restored.post()
+    assert len(await restored.rows()) == 5
+    assert (await restored.account()).debits_pico == 5 * price(100, 200)
+    await proven(restored)
+    await restored.close()
+    postgres.drop_database(backup)
 
 
 async def test_what_a_crash_left_is_charged_no_further_than_the_lease_reaches(either: House) -> None:
