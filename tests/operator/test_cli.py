@@ -158,6 +158,8 @@ def test_errors_are_one_line_and_never_a_traceback(tallygate: Run) -> None:
         (("nonsense",), 2),
         (("team", "list", "--limit", "many"), 2),
         (("team", "list", "--limit", "0"), 2),
+        (("month", "close", "--month", "2026-13"), 2),
+        (("month", "close", "--month", "2026-01", "--leave-out", "host/0"), 2),
     ):
         ran = tallygate(*arguments)
         assert ran.code == code, arguments
