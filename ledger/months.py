@@ -279,7 +279,7 @@ async def _undecided(c: AsyncConnection, period: str, timezone: str) -> list[str
     for row in (await c.execute(query.order_by(s.slot_id, s.epoch, s.seq))).all():
         if await _may_belong_to(c, bytes(row.record), period, timezone):
             where = f"frame {row.seq} of epoch {row.epoch} of slot {row.slot_id}"
-            found.append(f"{where} is in suspense and may belong to {period}: try it again or write it off")
+            found.append(f"{where} is in suspense and may belong to {period}: decide on it (`tallygate suspense list`)")
     return found
 
 
