@@ -62,7 +62,7 @@ class Balance(msgspec.Struct, frozen=True):
     """The same of grants that have not expired."""
     credit_limit_pico: int
     credit_used_pico: int
-    """Drawn and not paid. Negative: invoices asked for cents of which fractions were not drawn yet."""
+    """Drawn and not paid."""
     held_pico: int
     """The part of `available_pico` that lies in the workers: holds of running requests, charges on their way into SQL,
     and slices that idle there until another worker or a refund wants them."""

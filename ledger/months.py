@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import and_, exists, func, insert, select, update
+from sqlalchemy import and_, exists, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -29,7 +29,7 @@ from ledger.posting_sql import UNBELIEVED
 from ledger.records import Settle, decode
 from ledger.schema import epochs, periods, seals, slots, suspense, teams
 
-POLL_S = 0.1
+POLL_S = 0.25
 MonthState = Literal["open", "closing", "closed"]
 
 
@@ -63,17 +63,19 @@ async def close_month(
     await audit.lock(c)
     p = periods.c
     query = select(periods).where(p.timezone == timezone, p.period <= period).order_by(p.period).with_for_update()
-    rows = {row.period: row for row in await c.execute(query)}
+    asked = {row.period: row.closing_ms for row in await c.execute(query)}
     closed_ms = await _closed_ms(c, period, timezone)
     if closed_ms is not None:
         return Month(period, timezone, "closed", closed_ms=closed_ms)
     if by.at_ms < period_bounds(period, timezone)[1]:
         raise Invalid(f"{period} is not over in {timezone}: close it after the month has ended", "month")
-    closing_ms = rows[period].closing_ms if period in rows else None
+    closing_ms, waiting = asked.get(period), list[str]()
     if closing_ms is None:
         closing_ms = by.at_ms
-        await _ask(c, by, period, timezone, known=period in rows)
-    waiting = await _waiting_for(c, period, timezone, by.at_ms, leave_out)
+        await _ask(c, by, period, timezone)
+        if leave_out:  # their posters may be at work and do not see the month's row yet
+            waiting.append("slots are told just now: ask again")
+    waiting += await _waiting_for(c, period, timezone, by.at_ms, leave_out)
     if waiting:
         return Month(period, timezone, "closing", closing_ms, waiting_for=tuple(waiting))
     which = (p.timezone == timezone, p.period <= period, p.state == "open")
@@ -213,13 +215,12 @@ async def _closed_ms(c: AsyncConnection, period: str, timezone: str) -> int | No
     return closed_ms
 
 
-async def _ask(c: AsyncConnection, by: By, period: str, timezone: str, *, known: bool) -> None:
-    if known:
-        mine = (periods.c.period == period, periods.c.timezone == timezone)
-        await c.execute(update(periods).where(*mine).values(closing_ms=by.at_ms))
-    else:
-        row = {"period": period, "timezone": timezone, "state": "open", "closing_ms": by.at_ms}
-        await c.execute(insert(periods).values(row))
+async def _ask(c: AsyncConnection, by: By, period: str, timezone: str) -> None:
+    row = {"period": period, "timezone": timezone, "state": "open", "closing_ms": by.at_ms}
+    build = postgresql.insert if c.dialect.name == "postgresql" else sqlite.insert
+    asked = build(periods).values(row)  # a poster may be making the row at this moment
+    keys = ["period", "timezone"]
+    await c.execute(asked.on_conflict_do_update(index_elements=keys, set_={"closing_ms": by.at_ms}))
     after = {"period": period, "timezone": timezone}
     await audit.record(c, by, "month.seal", "month", f"{period} {timezone}", after=after)
 

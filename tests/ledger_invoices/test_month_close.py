@@ -233,10 +233,10 @@ async def test_an_orphan_of_a_closed_month_is_late_usage_of_the_next_open_one(ho
 async def test_late_usage_goes_to_the_first_month_that_is_not_closed_either(house: House) -> None:
     gate = await house.gate()
     await run(gate, in_month(house))
-    await step(house, leave_out=(gate.leases.slot_id,))
     end = By("finance", period_bounds(THIS_MONTH, ZONE)[1])
-    closed = await house.try_to_close(THIS_MONTH, ZONE, end, leave_out=(gate.leases.slot_id,))
-    assert closed.state == "closed"
+    slot = (gate.leases.slot_id,)
+    states = [(await house.try_to_close(THIS_MONTH, ZONE, end, leave_out=slot)).state for _ in range(2)]
+    assert states == ["closing", "closed"]
     await house.post()
     assert await months_of(house) == [(LAST_MONTH, next_period(THIS_MONTH))]
     await proven(house)
