@@ -78,18 +78,31 @@ class Plan:
 
     def gateway(self, slot: int, ready_fd: int | None = None) -> Role:
         """ready_fd: a pipe to which it writes once it serves; until then it takes no connection."""
-        backend = () if self.backend_url is None else ("--backend-url", self.backend_url)
         ready = () if ready_fd is None else ("--ready-fd", str(ready_fd))
         fd = self.listener.fileno()
         return Role(
             f"gateway {slot}",
-            (*_tallygate("gateway"), *self.arguments, *backend, "--slot", str(slot), "--fd", str(fd), *ready),
+            (
+                *_tallygate("gateway"),
+                *self.arguments,
+                *self._backend_option,
+                "--slot",
+                str(slot),
+                "--fd",
+                str(fd),
+                *ready,
+            ),
             self._log(f"gateway-{slot}"),
             pass_fds=(fd,) if ready_fd is None else (fd, ready_fd),
         )
 
     def poster(self) -> Role:
-        return Role("poster", (*_tallygate("poster"), *self.arguments), self._log("poster"))
+        argv = (*_tallygate("poster"), *self.arguments, *self._backend_option)
+        return Role("poster", argv, self._log("poster"))
+
+    @property
+    def _backend_option(self) -> tuple[str, ...]:
+        return () if self.backend_url is None else ("--backend-url", self.backend_url)
 
     def backend(self) -> Role | None:
         if self.backend_port is None:

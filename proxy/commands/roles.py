@@ -27,6 +27,9 @@ POSTER_TIMEOUT_S = 30.0
 """How long one statement may take before the database counts as away: a batch takes a second at most."""
 
 
+BackendUrlOption = Annotated[str | None, typer.Option(help="Where the local backend listens.")]
+
+
 def gateway(
     config: ConfigOption = None,
     data_dir: DataDirOption = HERE,
@@ -35,7 +38,7 @@ def gateway(
     workers: WorkersOption = None,
     slot: Annotated[int, typer.Option(min=0, help="This worker's number on this host; each needs its own.")] = 0,
     fd: Annotated[int | None, typer.Option(help="A listening socket inherited from the supervisor.")] = None,
-    backend_url: Annotated[str | None, typer.Option(help="Where the local backend listens.")] = None,
+    backend_url: BackendUrlOption = None,
     ready_fd: Annotated[int | None, typer.Option(help="A pipe of the supervisor: written to when we serve.")] = None,
 ) -> None:
     """One gateway worker."""
@@ -105,9 +108,10 @@ def poster(
     host: HostOption = None,
     port: PortOption = None,
     workers: WorkersOption = None,
+    backend_url: BackendUrlOption = None,
 ) -> None:
-    """The poster: moves settled requests from the journals into SQL."""
-    overrides = {"server.host": host, "server.port": port, "server.workers": workers}
+    """The poster: moves settled requests from the journals into SQL, and watches over deployments beside it."""
+    overrides = {"server.host": host, "server.port": port, "server.workers": workers, "backend.url": backend_url}
     settings = settings_of(config, data_dir, overrides)
     from proxy.logs import configure_logging
 
