@@ -24,7 +24,8 @@ from ledger.schema import invoices, periods, rollups, suspense, teams
 from ledger.verify_acts import check_acts
 from ledger.verify_journal import check_batches, check_journals
 from ledger.verify_keys import check_keys
-from ledger.verify_rows import check_accounts, check_leases, check_rollups, check_topups, check_transfers, read_usage
+from ledger.verify_rows import check_accounts, check_leases, check_topups, read_usage
+from ledger.verify_sums import check_rollups, check_transfers
 
 Progress = Callable[[str], None]
 """Told the name of each check as it begins."""

@@ -12,8 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger.billing import ByMeter, billed_by_meter, cost, tokens_by_meter
 from ledger.database import driver
 from ledger.entries import (
-    ROLLUP_KEYS,
-    ROLLUP_SUMS,
     USAGE_COLUMNS,
     AccountInfo,
     RefusedRecord,
@@ -21,13 +19,14 @@ from ledger.entries import (
     add_transfers,
     usage_row,
 )
-from ledger.periods import HOUR_MS
 from ledger.prices import METERS, items_of
 from ledger.records import Settle, decode
 from ledger.schema import accounts, leases, transfers
 from ledger.sums import exact_sum, read_sum
 
 PAGE = 2_000
+REVERSAL = "_reversal"
+"""Ends the kind of a correction that takes back: its source is the destination of what it takes back."""
 _BILLED_IN = USAGE_COLUMNS.index("billed_in")
 Result = tuple[int, str | None]
 """How many things were compared, and the first that differs."""
@@ -157,55 +156,6 @@ def _by_meter(meters: dict[str, Any], column: str) -> ByMeter:
     return (a, b, c, d, e)
 
 
-async def check_transfers(c: AsyncConnection, sums: UsageSums, month: str | None) -> Result:
-    """What the poster moved between accounts is what the usage rows add up to, by every key."""
-    keys = [transfers.c[name] for name in TransferKey._fields]
-    query = select(*keys, *exact_sum(transfers.c.amount_pico)).where(transfers.c.batch_id.is_not(None)).group_by(*keys)
-    if month is not None:
-        query = query.where(transfers.c.period == month)
-    expected = {key: amount for key, amount in sums.transfers.items() if amount}
-    counted = 0
-    for row in (await c.execute(query)).mappings():
-        key = TransferKey(*(row[name] for name in TransferKey._fields))
-        counted += 1
-        moved, should = read_sum(row, "amount_pico"), expected.pop(key, 0)
-        if moved != should:
-            return counted, f"{_words(key)}: {moved} pico were moved, usage comes to {should}"
-    for key, should in expected.items():
-        return counted, f"{_words(key)}: nothing was moved, usage comes to {should}"
-    return counted, None
-
-
-def _words(key: TransferKey) -> str:
-    return f"{key.kind} {key.source} → {key.destination} in {key.period}"
-
-
-async def check_rollups(c: AsyncConnection, month: str | None) -> Result:
-    """The hourly sums are the sums of the rows, compared by the database, in both directions."""
-    hour = f"created_ms - created_ms % {HOUR_MS}"
-    derived = {"hour_ms": hour, "draft_model": "coalesce(draft_model, '')", "billed_in": "coalesce(billed_in, '')"}
-    keys = ", ".join(ROLLUP_KEYS)
-    rows = ", ".join(derived.get(name, name) for name in ROLLUP_KEYS)
-    added = ", ".join("count(*)" if name == "requests" else f"sum({name})" for name in ROLLUP_SUMS)
-    rows_where = "" if month is None else f" WHERE {_billed_in(':month')}"
-    where = "" if month is None else " WHERE (period = :month AND billed_in = '' OR billed_in = :month)"
-    groups = ", ".join(str(n) for n in range(1, len(ROLLUP_KEYS) + 1))
-    from_usage = f"SELECT {rows}, {added} FROM usage{rows_where} GROUP BY {groups}"
-    from_rollups = f"SELECT {keys}, {', '.join(ROLLUP_SUMS)} FROM rollups{where}"
-    bound = {} if month is None else {"month": month}
-    counted = (await c.execute(text(f"SELECT count(*) FROM rollups{where}"), bound)).scalar_one()
-    for left, right, words in (
-        (from_rollups, from_usage, "the rollup is not the sum of its rows"),
-        (from_usage, from_rollups, "the rows have no such rollup"),
-    ):
-        difference = f"SELECT * FROM ({left}) AS a EXCEPT SELECT * FROM ({right}) AS b LIMIT 1"
-        row = (await c.execute(text(difference), bound)).one_or_none()
-        if row is not None:
-            names = zip(ROLLUP_KEYS, row[: len(ROLLUP_KEYS)], strict=True)
-            return counted, f"{words}: {', '.join(f'{name}={value}' for name, value in names)}"
-    return counted, None
-
-
 async def check_accounts(c: AsyncConnection) -> Result:
     """Each balance is the sum of its transfers, what is leased is the sum of its leases, nothing is overspent."""
     counted, last = 0, ""
@@ -215,8 +165,7 @@ async def check_accounts(c: AsyncConnection) -> Result:
         if not page:
             return counted, None
         ids = [row.id for row in page]
-        out_of = await _sums(c, transfers.c.source, transfers.c.amount_pico, ids)
-        into = await _sums(c, transfers.c.destination, transfers.c.amount_pico, ids)
+        out_of, into = await moved_out(c, ids), await _sums(c, transfers.c.destination, ids, back=False)
         held = await _outstanding(c, ids)
         for row in page:
             counted += 1
@@ -272,8 +221,19 @@ async def check_topups(c: AsyncConnection) -> Result:
     return counted, None
 
 
-async def _sums(c: AsyncConnection, key: Any, amount: Any, ids: list[str]) -> dict[str, int]:
+async def moved_out(c: AsyncConnection, ids: list[str]) -> dict[str, int]:
+    """What left each account, less what corrections took back."""
+    out_of, back = await _sums(c, transfers.c.source, ids), await _sums(c, transfers.c.destination, ids, back=True)
+    return {account_id: out_of.get(account_id, 0) - back.get(account_id, 0) for account_id in ids}
+
+
+async def _sums(c: AsyncConnection, key: Any, ids: list[str], *, back: bool | None = None) -> dict[str, int]:
+    """back: only what corrections took back, or only what they did not."""
+    amount = transfers.c.amount_pico
     query = select(key.label("id"), *exact_sum(amount)).where(key.in_(ids)).group_by(key)
+    if back is not None:
+        reversal = transfers.c.kind.endswith(REVERSAL, autoescape=True)
+        query = query.where(reversal if back else ~reversal)
     return {row["id"]: read_sum(row, amount.name) for row in (await c.execute(query)).mappings()}
 
 
@@ -287,7 +247,7 @@ async def _outstanding(c: AsyncConnection, ids: list[str]) -> dict[str, int]:
     return {row.account_id: int(row.held) for row in await c.execute(query)}
 
 
-def _billed_in(month: str) -> str:
+def billed_in_month(month: str) -> str:
     """The condition for the usage rows that a month bills."""
     return f"(period = {month} AND billed_in IS NULL OR billed_in = {month})"
 
@@ -297,7 +257,7 @@ async def _usage_pages(c: AsyncConnection, month: str | None) -> AsyncIterator[l
     columns = ", ".join("CAST(request_id AS TEXT)" if name == "request_id" else name for name in USAGE_COLUMNS)
     raw = await driver(c)
     if c.dialect.name == "sqlite":
-        where = "" if month is None else f" WHERE {_billed_in('?1')}"
+        where = "" if month is None else f" WHERE {billed_in_month('?1')}"
         cursor = await raw.execute(f"SELECT {columns} FROM usage{where}", () if month is None else (month,))
         try:
             while rows := await cursor.fetchmany(PAGE):
@@ -305,7 +265,7 @@ async def _usage_pages(c: AsyncConnection, month: str | None) -> AsyncIterator[l
         finally:
             await cursor.close()
     else:
-        where = "" if month is None else f" WHERE {_billed_in('$1')}"
+        where = "" if month is None else f" WHERE {billed_in_month('$1')}"
         cursor = await raw.cursor(f"SELECT {columns} FROM usage{where}", *([] if month is None else [month]))
         while rows := await cursor.fetch(PAGE):
             yield [tuple(row) for row in rows]
