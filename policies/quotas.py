@@ -62,6 +62,8 @@ class Threshold:
     percent: int
     used: int
     at_ms: int
+    since_ms: int
+    """The start of the calendar window; of the hour for a limit without one."""
 
 
 class Ticket:
@@ -159,7 +161,8 @@ class Limiter:
             if before * 100 < mark <= after * 100 and rule.key in self._watched:
                 principal, end_user, quota = self._watched[rule.key]
                 now, used = self._counters.wall_ms(), rule.used(after)
-                event = Threshold(principal.team_id, principal.key_id, end_user, quota, percent, used, now)
+                since = now - now % BUCKET_MS["hour"] if rule.calendar is None else rule.calendar.bounds(now)[0]
+                event = Threshold(principal.team_id, principal.key_id, end_user, quota, percent, used, now, since)
                 self._thresholds.append(event)
 
     def _refusal(self, denial: Denial, tokens: int) -> Refusal:

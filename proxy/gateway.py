@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import structlog
 
-from ledger.errors import AlreadyAnswered, LedgerError
+from ledger.errors import AlreadyAnswered, InsufficientQuota, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
 from ledger.records import FailedAttempt, Status
 from policies.access import Network, check_access
@@ -39,6 +39,7 @@ from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
 from proxy.metering import Settled, measured, without_generation
 from proxy.metrics import Metrics
+from proxy.notices import Notices
 from proxy.openai.chunks import StreamReader
 from proxy.openai.dialects import Dialect
 from proxy.openai.errors import (
@@ -83,6 +84,7 @@ class Gateway:
         metrics: Metrics,
         max_body_bytes: int,
         trusted_proxies: tuple[Network, ...] = (),
+        notices: Notices | None = None,
     ) -> None:
         self._keyring = keyring
         self._routes = routes
@@ -92,6 +94,7 @@ class Gateway:
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._trusted_proxies = trusted_proxies
+        self._notices = notices
         self._ids = RequestIds()
 
     async def serve(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,8 +160,10 @@ class Gateway:
             ticket.cancel()
             await replay(self._gate.db, request.dialect, call, done.request_id, done.answer, reply)
             return
-        except BaseException:
+        except BaseException as error:
             ticket.cancel()
+            if isinstance(error, InsufficientQuota) and self._notices is not None:
+                self._notices.refused(principal, error)
             raise
         watch = Watch(receive, candidates[0].upstream.patience.total)
         run = Run(request, hold, ticket, watch, reply)

@@ -34,6 +34,7 @@ from proxy.checking import keep_checking
 from proxy.gateway import Gateway
 from proxy.ids import now_ms
 from proxy.metrics import Metrics
+from proxy.notices import Notices
 from proxy.observer import Observer
 from proxy.overrides import RouteFeed
 from proxy.preflight import StartRefused
@@ -72,6 +73,7 @@ class Worker:
         )
         self.limiter = Limiter(self._counters, global_timezone=settings.billing.timezone)
         self.metrics = Metrics(self._gauges, self.limiter.decisions)
+        self.notices = Notices(self.limiter)
         self.trusted_proxies = parse_networks(settings.server.trusted_proxies)
         self.catalogue = Catalogue(self.routes, self.upstreams)
         self.db: Database | None = None
@@ -182,6 +184,7 @@ class Worker:
             metrics=self.metrics,
             max_body_bytes=settings.server.max_body_mb * 2**20,
             trusted_proxies=self.trusted_proxies,
+            notices=self.notices,
         )
         self._failure = None
         if self._embed_poster:
@@ -230,6 +233,8 @@ class Worker:
                 await self.route_feed.refresh()
                 self._behind = False
             self._refreshed_at = time.monotonic()
+            if self.db is not None:
+                await self.notices.write(self.db)
         except LedgerError as error:
             log.warning("refresh_failed", reason=str(error))
         except Exception as error:  # whatever it is, a key blocked from now on must still be seen

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,7 @@ PortOption = Annotated[int | None, typer.Option(help="Port to listen on.")]
 WorkersOption = Annotated[int | None, typer.Option(help="How many gateways share the counters.")]
 
 RETRY_S = 1.0
+NOTICE_S = 5.0
 POSTER_TIMEOUT_S = 30.0
 """How long one statement may take before the database counts as away: a batch takes a second at most."""
 
@@ -122,6 +124,7 @@ def poster(
 async def _post(settings: Settings) -> None:
     from ledger.posting import Poster
     from proxy.observer import Observer
+    from proxy.webhooks import Courier
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -132,13 +135,30 @@ async def _post(settings: Settings) -> None:
         return
     try:
         poster = Poster(db, settings.storage.journal_path)
-        observing = loop.create_task(Observer(db, settings).run(stop))
+        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), _notice(db, stop))
+        beside = [loop.create_task(work) for work in besides]
         _spare_the_collector()
         await poster.run(stop)
-        await observing
+        await asyncio.wait(beside, timeout=1.0)
         await poster.drain()
     finally:
         await db.close()
+
+
+async def _notice(db: Database, stop: asyncio.Event) -> None:
+    """Look for what webhooks are told. It must never keep the poster from posting."""
+    import structlog
+
+    from ledger.noticing import Noticing
+
+    noticing = Noticing(db)
+    while not stop.is_set():
+        try:
+            await noticing.look(time.time_ns() // 1_000_000)
+        except Exception as error:  # the database is away, or whatever it is: look again later
+            structlog.get_logger(__name__).warning("nothing_noticed", error=str(error))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), NOTICE_S)
 
 
 async def _patiently_open(settings: Settings, stop: asyncio.Event) -> Database | None:

@@ -1,0 +1,180 @@
+"""Notices, from the books, what webhooks are told: spend that reaches a part of its limit, and balances that run low.
+
+The poster looks now and then; what was noticed before, by whomever, is in the outbox already and stays one event.
+Limits on requests and tokens are not in the books, nor are refusals: gateways notice those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ledger.accounts import FUNDING, Account, funding, read_account
+from ledger.budgets import budget_period
+from ledger.database import Database
+from ledger.money import format_amount
+from ledger.outbox import EventKind, record_event
+from ledger.periods import DEFAULT_TIMEZONE
+from ledger.quotas import Quota, list_quotas
+from ledger.schema import accounts, quotas, rollups, teams, topups, usage
+
+PERCENTS = (50, 80, 100)
+LOW_PERCENT = 20
+"""A balance is low when less than this is left of the latest top-up (without any: of the credit limit)."""
+HOUR_MS = 3_600_000
+MAX_REMEMBERED = 100_000
+
+
+@dataclass(frozen=True)
+class Notice:
+    kind: EventKind
+    key: str
+    payload: dict[str, Any]
+
+
+class Noticing:
+    """`look` from time to time. Remembers what it has recorded, so that looking again writes nothing."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._recorded: set[str] = set()
+
+    async def look(self, now_ms: int) -> int:
+        """Records what is new; returns how much that was."""
+        async with self._db.read() as c:
+            notices = [*await _hard_budgets(c, now_ms), *await _soft_budgets(c, now_ms), *await _balances(c, now_ms)]
+        fresh = [notice for notice in notices if notice.key not in self._recorded]
+        if not fresh:
+            return 0
+        async with self._db.begin() as c:
+            new = [await record_event(c, notice.kind, notice.key, notice.payload, now_ms) for notice in fresh]
+        if len(self._recorded) > MAX_REMEMBERED:
+            self._recorded.clear()
+        self._recorded.update(notice.key for notice in fresh)
+        return sum(new)
+
+
+async def _hard_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
+    """Budget accounts of the running periods of which half or more is spent."""
+    a = accounts.c
+    query = (
+        select(accounts, teams.c.timezone.label("team_timezone"))
+        .join(quotas, quotas.c.id == a.quota_id)
+        .outerjoin(teams, teams.c.id == a.team_id)
+        .where(a.kind == "budget", a.debits_pico > 0, 2 * a.debits_pico >= a.target_pico)
+    )
+    rows = (await c.execute(query)).all()
+    found = {row.quota_id for row in rows}
+    by_id = await _quotas_by_id(c, found)
+    notices = []
+    for row in rows:
+        quota = by_id[row.quota_id]
+        if row.period_start_ms == budget_period(quota, now_ms, row.team_timezone or DEFAULT_TIMEZONE):
+            notices += _reached(quota, row.period_start_ms, int(row.target_pico), int(row.debits_pico))
+    return notices
+
+
+async def _soft_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
+    """Soft limits on spend have no account: what was posted in their period is added up."""
+    query = (
+        select(quotas.c.id, teams.c.timezone)
+        .outerjoin(teams, teams.c.id == quotas.c.team_id)
+        .where(quotas.c.metric == "spend", quotas.c.hard == 0)
+    )
+    zones = {row.id: row.timezone or DEFAULT_TIMEZONE for row in await c.execute(query)}
+    notices = []
+    for quota in (await _quotas_by_id(c, zones)).values():
+        start = budget_period(quota, now_ms, zones[quota.id])
+        notices += _reached(quota, start, quota.limit, await _spent(c, quota, start))
+    return notices
+
+
+async def _spent(c: AsyncConnection, quota: Quota, start_ms: int) -> int:
+    """Pico of the quota's currency since `start_ms`. Hours are summed from the rollups; what is shorter, or one end
+    user's, from the rows themselves."""
+    by_rows = quota.scope == "end_user" or quota.window == "minute" or start_ms % HOUR_MS != 0
+    table = usage if by_rows else rollups
+    amount = table.c.cost_usd_pico if quota.currency == "USD" else table.c.cost_cny_pico
+    query = select(func.coalesce(func.sum(amount), 0))
+    query = query.where(usage.c.created_ms >= start_ms) if by_rows else query.where(rollups.c.hour_ms >= start_ms)
+    for column, wanted in (("team_id", quota.team_id), ("key_id", quota.key_id), ("model", quota.model)):
+        if wanted is not None:
+            query = query.where(table.c[column] == wanted)
+    if quota.end_user is not None:
+        query = query.where(usage.c.end_user == quota.end_user)
+    return int((await c.execute(query)).scalar_one())
+
+
+def _reached(quota: Quota, start_ms: int, limit_pico: int, spent_pico: int) -> list[Notice]:
+    reached = [percent for percent in PERCENTS if limit_pico > 0 and spent_pico * 100 >= limit_pico * percent]
+    described = {name: getattr(quota, name) for name in ("scope", "team_id", "key_id", "end_user", "window", "model")}
+    amounts = {"limit": format_amount(limit_pico), "used": format_amount(spent_pico), "currency": quota.currency}
+    about = {"metric": "spend", "hard": quota.hard, "quota_id": quota.id, "period_start_ms": start_ms}
+    return [
+        Notice(
+            "budget",
+            f"{quota.id}:{start_ms}:{limit_pico}:{percent}",
+            described | about | amounts | {"percent": percent},
+        )
+        for percent in reached
+    ]
+
+
+async def _quotas_by_id(c: AsyncConnection, wanted: set[str] | dict[str, str]) -> dict[str, Quota]:
+    if not wanted:
+        return {}
+    found: dict[str, Quota] = {}
+    cursor = None
+    while True:
+        page = await list_quotas(c, cursor=cursor, limit=1_000)
+        found |= {quota.id: quota for quota in page.items if quota.id in wanted}
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
+async def _balances(c: AsyncConnection, now_ms: int) -> list[Notice]:
+    """Of the teams that spent in this hour or the one before."""
+    recent = select(rollups.c.team_id).where(rollups.c.hour_ms >= now_ms - 2 * HOUR_MS).distinct()
+    query = select(accounts).where(accounts.c.team_id.in_(recent), accounts.c.kind.in_(FUNDING))
+    by_team: dict[str, list[Account]] = {}
+    for row in await c.execute(query):
+        account = read_account(row)
+        if account.expires_at_ms is None or account.expires_at_ms > now_ms:
+            by_team.setdefault(str(account.team_id), []).append(account)
+    notices = []
+    for team_id, found in by_team.items():
+        latest, measure = await _measure(c, team_id, found)
+        left = sum(account.unspent_pico for account in found)
+        if measure > 0 and left * 100 < measure * LOW_PERCENT:
+            level = {
+                "state": "low",
+                "available": format_amount(left),
+                "currency": found[0].currency,
+                "team_id": team_id,
+            }
+            notices.append(Notice("balance", f"low:{team_id}:{latest}", level))
+    return notices
+
+
+async def exhausted(c: AsyncConnection, team_id: str, message: str, now_ms: int) -> None:
+    """A request was refused because nothing was left to pay for it: told once for each filling of the balance."""
+    found = await funding(c, team_id, now_ms)
+    latest, _ = await _measure(c, team_id, found)
+    left = format_amount(sum(account.unspent_pico for account in found))
+    told = {"state": "exhausted", "team_id": team_id, "available": left, "message": message}
+    await record_event(c, "balance", f"exhausted:{team_id}:{latest}", told, now_ms)
+
+
+async def _measure(c: AsyncConnection, team_id: str, found: list[Account]) -> tuple[str, int]:
+    """(what the balance was last filled by, how much that was): a low balance is told once for each filling."""
+    t = topups.c
+    query = select(t.id, t.amount_pico).where(t.team_id == team_id, t.amount_pico > 0).order_by(t.id.desc()).limit(1)
+    row = (await c.execute(query)).one_or_none()
+    if row is not None:
+        return str(row.id), int(row.amount_pico)
+    credit = sum(account.target_pico for account in found)
+    return f"credit:{credit}", credit
