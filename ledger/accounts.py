@@ -39,6 +39,8 @@ class Account(msgspec.Struct, frozen=True):
     leased_pico: int
     expires_at_ms: int | None
     created_ms: int
+    spent_before_pico: int = 0
+    """Of a budget: what was spent in its period before the quota was set. The target is the limit less this."""
 
     @property
     def unspent_pico(self) -> int:

@@ -1,7 +1,8 @@
 """Budgets: the accounts behind hard spend quotas, one for each quota and period, made when it is first needed.
 
 A budget's id follows from its quota and the period, so on a warm path it is known without asking SQL. A quota set again
-after it was removed finds its accounts, and what was spent from them, as they were.
+after it was removed finds its accounts, and what was spent from them, as they were. The account of the period in which
+a quota is set is made at once, less what was spent in it before.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from ledger.accounts import Account, read_account
 from ledger.periods import window_start
 from ledger.quotas import Quota
 from ledger.schema import accounts, quotas
-
-
-def budget_id(quota_id: str, period_start_ms: int) -> str:
-    return f"budget:{quota_id}:{period_start_ms}"
+from ledger.spending import budget_id
 
 
 def budget_period(quota: Quota, at_ms: int, timezone: str) -> int:

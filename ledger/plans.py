@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import accounts
 from ledger.billing import Limit, WorstCase
-from ledger.budgets import budget_id, budget_period, ensure_budgets
+from ledger.budgets import budget_period, ensure_budgets
 from ledger.leases import Leases, Slice
 from ledger.money import Currency
 from ledger.periods import period_bounds, period_of, window_bounds
@@ -23,6 +23,7 @@ from ledger.quotas import Quota, applicable
 from ledger.schema import accounts as accounts_table
 from ledger.schema import quotas
 from ledger.sealing import BillingMonth, BillingMonths
+from ledger.spending import budget_id
 
 Part = tuple[Slice, int]
 """An amount of pico drawn from a slice."""

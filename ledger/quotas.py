@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import case, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
@@ -20,8 +20,9 @@ from ledger.audit import By
 from ledger.errors import Invalid, NotFound
 from ledger.money import CURRENCIES, Currency
 from ledger.paging import Page, page
-from ledger.periods import DEFAULT_TIMEZONE, Window, window_start, zone
+from ledger.periods import DEFAULT_TIMEZONE, Window, window_bounds, zone
 from ledger.schema import accounts, keys, quotas, teams
+from ledger.spending import count_spent_before
 
 Metric = Literal["requests", "tokens", "spend", "concurrency"]
 ScopeKind = Literal["global", "team", "key", "end_user"]
@@ -206,9 +207,12 @@ async def _store(c: AsyncConnection, quota: Quota, before: Quota | None, at_ms: 
     elif before != quota:
         await c.execute(update(quotas).where(quotas.c.id == quota.id).values(columns))
     if quota.metric == "spend" and quota.hard and quota.window is not None:
-        start = window_start(quota.window, at_ms, quota.timezone or timezone)
+        start, end = window_bounds(quota.window, at_ms, quota.timezone or timezone)
+        if before is None or not before.hard:
+            await count_spent_before(c, quota, start, end, at_ms)
         current = (accounts.c.quota_id == quota.id) & (accounts.c.period_start_ms >= start)
-        await set_target(c, current, quota.limit)
+        spent = accounts.c.spent_before_pico
+        await set_target(c, current, case((spent < quota.limit, quota.limit - spent), else_=0))
 
 
 def _read(row: Any) -> Quota:

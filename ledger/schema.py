@@ -212,6 +212,7 @@ accounts = _table(
     Column("leased_pico", PicoSum, nullable=False, server_default="0"),
     Column("expires_at_ms", Int),  # grants
     Column("created_ms", Int, nullable=False),
+    Column("spent_before_pico", PicoSum, nullable=False, server_default="0"),  # budgets: before they were set
     UniqueConstraint("quota_id", "period_start_ms"),
     CheckConstraint("kind IN ('prepaid', 'grant', 'credit_line', 'budget')", name="kind"),
     CheckConstraint(

@@ -183,7 +183,8 @@ def _target(row: Any, acts: _Acts) -> int | None:
     quota, since_ms = acts.quotas[row.quota_id]
     team = acts.teams.get(row.team_id, {})
     start = window_start(quota["window"], since_ms, quota["timezone"] or team.get("timezone", "UTC"))
-    return int(quota["limit"]) if quota["hard"] and row.period_start_ms >= start else None
+    left = max(0, int(quota["limit"]) - int(row.spent_before_pico))
+    return left if quota["hard"] and row.period_start_ms >= start else None
 
 
 async def _invoices(c: AsyncConnection, acts: _Acts) -> str | None:

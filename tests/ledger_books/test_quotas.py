@@ -7,13 +7,14 @@ from sqlalchemy import func, select, update
 
 from ledger.accounts import Account, get_account
 from ledger.audit import By
-from ledger.budgets import budget_id, ensure_budgets
+from ledger.budgets import ensure_budgets
 from ledger.database import Database
 from ledger.errors import Invalid, NotFound
 from ledger.keys import KeyHasher, create_key
 from ledger.periods import period_bounds, window_bounds
 from ledger.quotas import Limit, Quota, Scope, applicable, list_quotas, quotas_of, replace_quotas
 from ledger.schema import accounts
+from ledger.spending import budget_id
 from ledger.teams import create_team
 from tests.ledger_books.conftest import NOW_MS
 
