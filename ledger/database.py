@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import URL, event, make_url
+from sqlalchemy import URL, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
@@ -95,6 +95,14 @@ class Database:
     async def read(self) -> AsyncIterator[AsyncConnection]:
         """A read-only transaction. On SQLite all statements in it see one snapshot and never wait for a writer."""
         async with self._transaction(self._reader) as c:
+            yield c
+
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[AsyncConnection]:
+        """A read-only transaction in which all statements see the same moment."""
+        async with self.read() as c:
+            if self.dialect == "postgresql":
+                await c.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
             yield c
 
     async def close(self) -> None:

@@ -78,6 +78,13 @@ async def account_infos(c: AsyncConnection, account_ids: Collection[str]) -> dic
     return {row.id: AccountInfo(row.kind, row.currency) for row in await c.execute(query)}
 
 
+async def insert_rows(c: AsyncConnection, table: str, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
+    """In the caller's transaction. Raises what `is_refusal` knows."""
+    raw = await driver(c)
+    bulk = _PostgreSQL(raw) if c.dialect.name == "postgresql" else _SQLite(raw)
+    await bulk.insert(table, columns, rows)
+
+
 async def write_entries(c: AsyncConnection, entries: Entries, now_ms: int) -> None:
     """Everything a batch means, in the caller's transaction. Raises what `is_refusal` knows, or RefusedRecord."""
     raw = await driver(c)

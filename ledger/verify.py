@@ -6,15 +6,15 @@ and names the first difference of each check. What is journalled and not yet pos
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import exists, select, text
+from sqlalchemy import exists, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
+from ledger.corrections import check_corrections
 from ledger.database import Database
 from ledger.month_figures import draft_statement
 from ledger.periods import next_period
@@ -70,7 +70,7 @@ async def verify(
         counted, difference = await check()
         checks.append(Check(name, difference is None, counted, difference))
 
-    async with snapshot(db) as c:
+    async with db.snapshot() as c:
         sums = None
 
         async def usage() -> tuple[int, str | None]:
@@ -99,19 +99,11 @@ async def verify(
         await run("prices", lambda: verify_versions(c))
         await run("audit", lambda: audit.verify_chain(c))
         await run("acts", lambda: check_acts(c))
+        await run("corrections", lambda: check_corrections(c))
         await run("keys", lambda: check_keys(c))
         await run("months", lambda: _check_late(c))
         await run("invoices", lambda: _check_invoices(c, month))
     return Report(all(check.ok for check in checks), checks, unposted)
-
-
-@asynccontextmanager
-async def snapshot(db: Database) -> AsyncIterator[AsyncConnection]:
-    """A read transaction in which all statements see the same moment."""
-    async with db.read() as c:
-        if db.dialect == "postgresql":
-            await c.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
-        yield c
 
 
 async def _check_suspense(c: AsyncConnection) -> tuple[int, str | None]:

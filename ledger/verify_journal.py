@@ -72,6 +72,29 @@ async def check_journals(c: AsyncConnection, journal_dir: Path) -> tuple[int, st
     return counted, None, unposted
 
 
+class LostRow(msgspec.Struct, frozen=True):
+    """A settled request that was posted, as the journal says it, and whose row is gone."""
+
+    slot_id: str
+    epoch: int
+    seq: int
+    request_id: str
+    record: bytes
+
+
+async def lost_rows(c: AsyncConnection, journal_dir: Path, limit: int) -> list[LostRow]:
+    """The posted requests of this host's journals that are neither in the ledger nor in suspense. JournalDamaged."""
+    known = {(row.slot_id, row.epoch): row for row in await c.execute(select(epochs))}
+    found: list[LostRow] = []
+    for slot_dir in list_slots(journal_dir):
+        slot_id = f"{host_id(journal_dir)}/{slot_dir.name}"
+        for info in list_epochs(slot_dir):
+            row = known.get((slot_id, info.epoch))
+            if row is not None and row.journal_uuid == info.journal_uuid:
+                found += await _Epoch(c, info, slot_id, row.cursor_seq).lost(limit - len(found))
+    return found
+
+
 async def _lost_epoch(c: AsyncConnection, journal_dir: Path) -> str | None:
     """An open epoch of this host that leased or posted something, and whose journal is not here, as after
     `rm -r data/journal`. One that has just begun has done neither."""
@@ -146,6 +169,28 @@ class _Epoch:
             elif frame.seq not in aside and (row is None or bytes(row.record) != frame.payload):
                 return f"frame {frame.seq} was posted, and its request is not in the ledger"
         return None
+
+    async def lost(self, limit: int) -> list[LostRow]:
+        found: list[LostRow] = []
+        reader = JournalReader(self._info.path)
+        try:
+            after = reader.start().seq
+            while len(found) < limit and (frames := await asyncio.to_thread(reader.read, after, PAGE)):
+                after = frames[-1].seq
+                posted = {f.seq: f for f in frames if f.type == SETTLE and f.seq <= self._cursor}
+                ids = {seq: name for seq, frame in posted.items() if (name := _request_id(frame)) is not None}
+                query = select(usage.c.request_id).where(usage.c.request_id.in_(ids.values()))
+                there = {str(request_id) for request_id in (await self._c.execute(query)).scalars()}
+                gone = {seq: name for seq, name in ids.items() if name not in there}
+                aside = await self._suspended(list(gone)) if gone else set()
+                found += [
+                    LostRow(self._slot_id, self._info.epoch, seq, name, posted[seq].payload)
+                    for seq, name in gone.items()
+                    if seq not in aside
+                ]
+        finally:
+            reader.close()
+        return found[:limit]
 
     async def _suspended(self, seqs: list[int]) -> set[int]:
         query = select(suspense.c.seq).where(

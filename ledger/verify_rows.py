@@ -166,7 +166,7 @@ async def check_accounts(c: AsyncConnection) -> Result:
             return counted, None
         ids = [row.id for row in page]
         out_of, into = await moved_out(c, ids), await _sums(c, transfers.c.destination, ids, back=False)
-        held = await _outstanding(c, ids)
+        held = await outstanding(c, ids)
         for row in page:
             counted += 1
             wrong = _wrong_account(row, out_of.get(row.id, 0), into.get(row.id, 0), held.get(row.id, 0))
@@ -237,7 +237,7 @@ async def _sums(c: AsyncConnection, key: Any, ids: list[str], *, back: bool | No
     return {row["id"]: read_sum(row, amount.name) for row in (await c.execute(query)).mappings()}
 
 
-async def _outstanding(c: AsyncConnection, ids: list[str]) -> dict[str, int]:
+async def outstanding(c: AsyncConnection, ids: list[str]) -> dict[str, int]:
     left = leases.c.taken_pico - leases.c.returned_pico - leases.c.posted_pico
     query = (
         select(leases.c.account_id, func.sum(left).label("held"))

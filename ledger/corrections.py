@@ -1,0 +1,226 @@
+"""Corrections: what the proof finds wrong and a new entry can put right. Nothing that was posted is ever rewritten.
+
+The journal and the records in the usage rows are the evidence; transfers, rollups and balances follow from them. A
+correction is proposed here, approved by an administrator, posted once and audited. What no new entry can mend (a usage
+row that was altered, or that no journal knows) is not proposed: restore a backup; the journal brings it up to date.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ledger import audit
+from ledger.audit import By
+from ledger.database import Database
+from ledger.entries import ROLLUP_KEYS, ROLLUP_SUMS, USAGE_COLUMNS, TransferKey, add_rollup, usage_row
+from ledger.errors import NotFound
+from ledger.posting_sql import insert_rows
+from ledger.records import Settle, decode
+from ledger.schema import accounts, batches, rollups, transfers
+from ledger.schema import audit as audit_table
+from ledger.verify_journal import LostRow, lost_rows
+from ledger.verify_rows import PAGE, moved_out, outstanding, read_usage
+from ledger.verify_sums import CORRECTED, reverse, rollup_differences, transfer_differences, words_of
+
+ACTION = "correction.approve"
+BATCH = "correction:"
+"""The batch ids of what corrections post begin with this: they belong to no batch of the journal."""
+MOST = 1_000
+"""So many are proposed at once."""
+Kind = Literal["request", "transfer", "rollup", "balance"]
+Known = Counter[bytes]
+"""How often each was posted before."""
+
+
+class Correction(msgspec.Struct, frozen=True):
+    """A new entry that would put one difference right. `id` follows from all of the rest.
+
+    request: a usage row that the journal knows and the ledger lost · transfer: what was moved too little or too much ·
+    rollup: what an hourly sum lacks · balance: what a balance is off from its entries.
+    """
+
+    id: str
+    kind: Kind
+    words: str
+    entry: dict[str, Any]
+
+
+async def propose(db: Database, journal_dir: Path | None) -> list[Correction]:
+    """What could be posted now; empty when nothing is wrong, or nothing that a new entry can mend.
+
+    One kind at a time, evidence first: sums can only be judged when the rows are there, balances when the sums are
+    right. So look again after approving.
+    """
+    async with db.snapshot() as c:
+        known = await _posted_before(c)
+        if journal_dir is not None:
+            found = [_request(row, known) for row in await lost_rows(c, journal_dir, MOST)]
+            if found:
+                return found
+        sums = await read_usage(c, None)
+        if sums.difference is not None:
+            return []
+        _, wrong = await transfer_differences(c, sums, None)
+        found = [_transfer(key, should - moved, known) for key, (moved, should) in list(wrong.items())[:MOST]]
+        missing = await rollup_differences(c, None, MOST)
+        found += [_rollup(key, delta, known) for key, delta in missing.items()]
+        return found or await _balances(c, known)
+
+
+async def approve(db: Database, journal_dir: Path | None, by: By, correction_id: str) -> Correction:
+    """Post one that is proposed. Again: the same answer, and nothing is posted twice. Raises NotFound."""
+    async with db.read() as c:
+        done = await _approved(c, correction_id)
+    if done is not None:
+        return done
+    found = next((item for item in await propose(db, journal_dir) if item.id == correction_id), None)
+    if found is None:
+        raise NotFound(f"no correction {correction_id!r} is proposed: see `tallygate verify --repair`")
+    async with db.begin() as c:
+        await audit.lock(c)
+        done = await _approved(c, correction_id)
+        if done is None:
+            await _post(c, found, by.at_ms)
+            await audit.record(c, by, ACTION, "correction", found.id, after=found)
+    return found
+
+
+async def check_corrections(c: AsyncConnection) -> tuple[int, str | None]:
+    """Every correction that counts was approved by somebody, as it stands."""
+    approved = {correction.id: correction async for correction in _acts(c)}
+    t = transfers.c
+    query = select(t.batch_id, t.kind, t.source, t.destination, t.amount_pico).where(t.batch_id.startswith(BATCH))
+    for row in await c.execute(query):
+        act = approved.get(row.batch_id.removeprefix(BATCH))
+        posted = (row.kind, row.source, row.destination, int(row.amount_pico))
+        if act is None or posted != tuple(act.entry[name] for name in ("kind", "source", "destination", "amount_pico")):
+            return len(approved), f"{row.kind} of {row.amount_pico} pico corrects {row.source}, and nobody approved it"
+    r = rollups.c
+    columns = [r.hour_ms, r.slot_id, *(r[name] for name in ROLLUP_SUMS)]
+    for hour_ms, slot_id, *sums in await c.execute(select(*columns).where(r.slot_id.contains(CORRECTED))):
+        act = approved.get(slot_id.rpartition(CORRECTED)[2])
+        if act is None or [int(value) for value in sums] != act.entry["sums"]:
+            return len(approved), f"a rollup of hour {hour_ms} is a correction, and nobody approved it"
+    return len(approved), None
+
+
+# -- what is proposed --------------------------------------------------------------------------------------------------
+
+
+def _new(kind: Kind, words: str, entry: dict[str, Any], known: Known) -> Correction:
+    """The same thing that goes wrong again is another correction."""
+    packed = _packed(kind, entry)
+    digest = sha256(packed + b"%d" % known[packed]).hexdigest()
+    return Correction(f"fix_{digest[:20]}", kind, words, entry)
+
+
+def _request(row: LostRow, known: Known) -> Correction:
+    words = f"request {row.request_id} is in the journal (frame {row.seq} of epoch {row.epoch}) and not in the ledger"
+    return _new("request", words, msgspec.to_builtins(row), known)
+
+
+def _transfer(key: TransferKey, missing_pico: int, known: Known) -> Correction:
+    posted = key if missing_pico > 0 else reverse(key)
+    entry = {**posted._asdict(), "amount_pico": abs(missing_pico)}
+    words = f"{words_of(key)}: {abs(missing_pico)} pico too {'little' if missing_pico > 0 else 'much'} were moved"
+    return _new("transfer", words, entry, known)
+
+
+def _rollup(key: Sequence[Any], delta: tuple[int, ...], known: Known) -> Correction:
+    off = {name: value for name, value in zip(ROLLUP_SUMS, delta, strict=True) if value}
+    named = dict(zip(ROLLUP_KEYS, key, strict=True))
+    words = f"the rollup of {named['model']} in hour {named['hour_ms']} lacks {off}"
+    return _new("rollup", words, {"key": list(key), "sums": list(delta)}, known)
+
+
+async def _balances(c: AsyncConnection, known: Known) -> list[Correction]:
+    found: list[Correction] = []
+    last = ""
+    while True:
+        query = select(accounts).where(accounts.c.id > last).order_by(accounts.c.id).limit(PAGE)
+        page = (await c.execute(query)).all()
+        if not page:
+            return found
+        ids = [row.id for row in page]
+        moved, held = await moved_out(c, ids), await outstanding(c, ids)
+        for row in page:
+            off = {"debits": moved[row.id] - int(row.debits_pico), "leased": held.get(row.id, 0) - int(row.leased_pico)}
+            if any(off.values()):
+                words = f"the balance of account {row.id} is off by {off} pico from its entries"
+                found.append(_new("balance", words, {"account": row.id, **off}, known))
+        last = ids[-1]
+
+
+# -- what is posted ----------------------------------------------------------------------------------------------------
+
+
+async def _post(c: AsyncConnection, correction: Correction, now_ms: int) -> None:
+    entry, batch_id = correction.entry, f"{BATCH}{correction.id}"
+    match correction.kind:
+        case "request":
+            await _post_request(c, msgspec.convert(entry, LostRow))
+        case "transfer":
+            row = {**entry, "id": f"{batch_id}:0", "batch_id": batch_id, "at_ms": now_ms}
+            await c.execute(insert(transfers).values(row))
+        case "rollup":
+            key = dict(zip(ROLLUP_KEYS, entry["key"], strict=True))
+            key["slot_id"] = f"{key['slot_id']}{CORRECTED}{correction.id}"
+            await c.execute(insert(rollups).values(key | dict(zip(ROLLUP_SUMS, entry["sums"], strict=True))))
+        case "balance":
+            a = accounts.c
+            changed = {
+                "debits_pico": a.debits_pico + entry["debits"],
+                "leased_pico": a.leased_pico + entry["leased"],
+            }
+            await c.execute(update(accounts).where(a.id == entry["account"]).values(changed))
+
+
+async def _post_request(c: AsyncConnection, lost: LostRow) -> None:
+    """The row as it was posted, in the batch that it was in: its other effects are there."""
+    settle = decode(lost.record)
+    assert isinstance(settle, Settle)
+    b = batches.c
+    query = select(b.id).where(b.slot_id == lost.slot_id, b.epoch == lost.epoch)
+    batch_id = (await c.execute(query.where(b.first_seq <= lost.seq, b.last_seq >= lost.seq))).scalar_one()
+    billed_in = await _billed_in(c, settle, lost.slot_id)
+    row = usage_row(settle, lost.slot_id, lost.epoch, lost.seq, batch_id, lost.record, billed_in)
+    await insert_rows(c, "usage", USAGE_COLUMNS, [row])
+
+
+async def _billed_in(c: AsyncConnection, settle: Settle, slot_id: str) -> str | None:
+    """The later month that the rollups say it was billed in; None: its own."""
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    add_rollup(sums, settle, slot_id)
+    (key,) = sums
+    here = [rollups.c[name] == value for name, value in zip(ROLLUP_KEYS, key, strict=True) if name != "billed_in"]
+    months = set((await c.execute(select(rollups.c.billed_in).where(*here))).scalars())
+    return months.pop() or None if len(months) == 1 else None
+
+
+async def _posted_before(c: AsyncConnection) -> Known:
+    return Counter([_packed(correction.kind, correction.entry) async for correction in _acts(c)])
+
+
+def _packed(kind: Kind, entry: dict[str, Any]) -> bytes:
+    return msgspec.json.encode([kind, entry], order="sorted")
+
+
+async def _approved(c: AsyncConnection, correction_id: str) -> Correction | None:
+    a = audit_table.c
+    query = select(a.after).where(a.action == ACTION, a.subject_id == correction_id)
+    after = (await c.execute(query)).scalar_one_or_none()
+    return None if after is None else msgspec.json.decode(after, type=Correction)
+
+
+async def _acts(c: AsyncConnection) -> AsyncIterator[Correction]:
+    a = audit_table.c
+    for (after,) in (await c.execute(select(a.after).where(a.action == ACTION).order_by(a.seq))).all():
+        yield msgspec.json.decode(after, type=Correction)

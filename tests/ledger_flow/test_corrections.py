@@ -1,0 +1,131 @@
+"""`verify --repair`: what a new entry can mend is proposed, approved, posted once; the rest is only named."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import func, select, text
+
+from ledger.audit import By
+from ledger.corrections import Correction, approve, propose
+from ledger.errors import NotFound
+from ledger.schema import audit, rollups, transfers, usage
+from ledger.verify import verify
+from tests.ledger_flow.material import House, now_ms, run
+from tests.ledger_flow.test_holds import proven
+
+
+async def spent(house: House) -> None:
+    gate = await house.gate()
+    for _ in range(4):
+        await run(gate, house.ask())
+    await house.gates.pop().close()
+    await house.post()
+
+
+async def damage(house: House, *statements: str) -> None:
+    async with house.db.begin() as c:
+        for statement in statements:
+            await c.execute(text(statement))
+    assert not (await verify(house.db, house.journal_dir)).ok
+
+
+async def approve_all(house: House) -> list[Correction]:
+    """As an operator does: look, approve, look again."""
+    done: list[Correction] = []
+    while found := await propose(house.db, house.journal_dir):
+        for correction in found:
+            by = By("ops", now_ms(), "as the journal says")
+            assert await approve(house.db, house.journal_dir, by, correction.id) == correction
+            done.append(correction)
+        assert len(done) < 20
+    return done
+
+
+@pytest.mark.parametrize(
+    ("statements", "kinds"),
+    [
+        (["UPDATE transfers SET amount_pico = amount_pico - 5 WHERE kind = 'usage'"], ["transfer"]),
+        (["UPDATE transfers SET amount_pico = amount_pico + 5 WHERE kind = 'usage'"], ["transfer"]),
+        (["DELETE FROM transfers WHERE kind = 'usage'"], ["transfer"]),
+        (["UPDATE rollups SET requests = requests + 1, cost_usd_pico = cost_usd_pico - 7"], ["rollup"]),
+        (["DELETE FROM rollups"], ["rollup"]),
+        (["UPDATE accounts SET debits_pico = debits_pico - 3 WHERE kind = 'prepaid'"], ["balance"]),
+        (["DELETE FROM usage"], ["request"] * 4),
+        (
+            [
+                "DELETE FROM usage WHERE seq = (SELECT min(seq) FROM usage)",
+                "UPDATE transfers SET amount_pico = amount_pico * 2 WHERE kind = 'usage'",
+                "UPDATE rollups SET billed_tokens = 0",
+                "UPDATE accounts SET debits_pico = 0 WHERE kind = 'prepaid'",
+            ],
+            ["request", "transfer", "rollup", "balance"],
+        ),
+    ],
+)
+async def test_what_was_lost_or_altered_is_put_right_by_new_entries_alone(
+    either: House, statements: list[str], kinds: list[str]
+) -> None:
+    await spent(either)
+    assert await propose(either.db, either.journal_dir) == []
+    debits = (await either.account()).debits_pico
+    await damage(either, *statements)
+    async with either.db.read() as c:
+        before = {table: set(await c.execute(select(table))) for table in (transfers, rollups, usage)}
+    assert [correction.kind for correction in await approve_all(either)] == kinds
+    async with either.db.read() as c:
+        for table, rows in before.items():
+            assert rows <= set(await c.execute(select(table))), f"{table.name}: rows were rewritten"
+    assert (await either.account()).debits_pico == debits
+    await proven(either)
+
+
+async def test_a_correction_is_posted_once_and_audited_and_the_same_damage_again_is_another(either: House) -> None:
+    await spent(either)
+    harm = "UPDATE transfers SET amount_pico = amount_pico + 5 WHERE kind = 'usage'"
+    await damage(either, harm)
+    (first,) = await propose(either.db, either.journal_dir)
+    by = By("ops", now_ms(), "it was altered by hand")
+    for _ in range(2):
+        assert await approve(either.db, either.journal_dir, by, first.id) == first
+    async with either.db.read() as c:
+        assert (await c.execute(select(func.count()).where(transfers.c.kind == "usage_reversal"))).scalar_one() == 1
+        (act,) = await c.execute(select(audit).where(audit.c.action == "correction.approve"))
+    assert (act.actor, act.reason, act.subject_id) == ("ops", "it was altered by hand", first.id)
+    await damage(either, harm)
+    (second,) = await propose(either.db, either.journal_dir)
+    assert second.id != first.id
+    await approve(either.db, either.journal_dir, by, second.id)
+    await proven(either)
+
+
+async def test_nothing_is_posted_that_is_not_proposed(house: House) -> None:
+    await spent(house)
+    with pytest.raises(NotFound, match="verify --repair"):
+        await approve(house.db, house.journal_dir, By("ops", now_ms()), "fix_made_up")
+    await damage(house, "UPDATE usage SET generated_tokens = 0, billed_tokens = prompt_tokens")
+    assert await propose(house.db, house.journal_dir) == []  # a row that was altered: no new entry can mend that
+
+
+async def test_a_correction_that_nobody_approved_is_named(house: House) -> None:
+    await spent(house)
+    await damage(
+        house,
+        "INSERT INTO transfers "
+        "(id, batch_id, at_ms, kind, source, destination, amount_pico, currency, team_id, period) SELECT 'x', 'correction:fix_x', at_ms, 'usage_reversal', destination, source, 1, currency, team_id, period "
+        "FROM transfers WHERE kind = 'usage'",
+        "UPDATE transfers SET amount_pico = amount_pico + 1 WHERE kind = 'usage'",
+    )
+    report = await verify(house.db, house.journal_dir)
+    assert [check.name for check in report.checks if not check.ok] == ["corrections"]
+
+
+async def test_beside_a_live_server_a_correction_counts_what_is_posted_meanwhile(house: House) -> None:
+    await spent(house)
+    await damage(house, "UPDATE accounts SET debits_pico = debits_pico - 3 WHERE kind = 'prepaid'")
+    (found,) = await propose(house.db, house.journal_dir)
+    gate = await house.gate()
+    await run(gate, house.ask())
+    await house.post()
+    await approve(house.db, house.journal_dir, By("ops", now_ms(), "live"), found.id)
+    assert (await house.account()).debits_pico == sum(row.cost_usd_pico for row in await house.rows())
+    await proven(house)
