@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import structlog
 
 from ledger.errors import AlreadyAnswered, InsufficientQuota, LedgerError
 from ledger.gate import Gate, Outcome, Tokens
-from ledger.records import FailedAttempt, Status
+from ledger.records import Status
 from policies.access import Network, check_access
 from policies.admission import Admission, Slot
 from policies.drafts import choose_draft
@@ -34,6 +33,7 @@ from proxy.asgi import (
     refuse_packed_body,
     text,
 )
+from proxy.attempts import QUEUE_S, attempts, broken, in_time, note_cost, worth_another_try
 from proxy.auth import Keyring
 from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
@@ -49,8 +49,6 @@ from proxy.openai.errors import (
     model_not_found,
     no_deployment_available,
     shutting_down,
-    upstream_error,
-    upstream_timeout,
 )
 from proxy.openai.plain import NoAnswer
 from proxy.openai.requests import prompt_text, refuse_surcharges
@@ -64,10 +62,6 @@ from proxy.upstream import Answer, Kind, Patience, UpstreamFailed, failure_of, r
 from proxy.watch import Interrupted, Watch
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
-
-_QUEUE_S = 600.0
-"""Beyond what a queue lets anybody wait: it refuses by itself, and waiting is no failure of the upstream."""
 
 
 class Gateway:
@@ -184,8 +178,8 @@ class Gateway:
     async def _forward(self, run: Run, candidates: list[Deployment]) -> None:
         """Ask one deployment after the other until one begins to answer."""
         failure: UpstreamFailed | None = None
-        for deployment, tries in _attempts(candidates):
-            if tries > 1 and not await _worth_another_try(run, deployment, failure, tries):
+        for deployment, tries in attempts(candidates):
+            if tries > 1 and not await worth_another_try(run, deployment, failure, tries):
                 continue
             run.deployment = deployment
             run.attempts += 1
@@ -193,8 +187,8 @@ class Gateway:
             slot = self._admission.slot(deployment.upstream.name, run.request.principal.team_id)
             try:
                 if not slot.take():
-                    run.watch.restart(_QUEUE_S)
-                    await _in_time(run, deployment, slot.acquire(), _QUEUE_S)
+                    run.watch.restart(QUEUE_S)
+                    await in_time(run, deployment, slot.acquire(), QUEUE_S)
                 run.watch.restart(patience.total)
                 if run.request.call.streamed:
                     broke = await self._stream(run, deployment, patience, slot)
@@ -209,7 +203,7 @@ class Gateway:
             except UpstreamFailed as error:
                 failure = error
                 self._failed(run, deployment, error.kind, error.pause_ms)
-                _note_cost(run, deployment, error)
+                note_cost(run, deployment, error)
                 if error.kind == "request":
                     break
             else:
@@ -261,12 +255,12 @@ class Gateway:
 
     async def _answer(self, run: Run, deployment: Deployment, patience: Patience, slot: Slot) -> None:
         request = run.request
-        body = await _in_time(run, deployment, self._whole(run, deployment), patience.total)
+        body = await in_time(run, deployment, self._whole(run, deployment), patience.total)
         slot.release()  # the deployment is done with it; settling need not keep the next one waiting
         try:
             plain = run.dialect.plain(request.id, request.call, body)
         except NoAnswer as error:
-            raise _broken(deployment, f"its answer is none: {error}") from error
+            raise broken(deployment, f"its answer is none: {error}") from error
         counting = deployment.upstream.counting
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
         tokens = measured(
@@ -286,7 +280,7 @@ class Gateway:
         try:
             return await read_all(answer)
         except ConnectionLost as error:
-            raise _broken(deployment, str(error)) from error
+            raise broken(deployment, str(error)) from error
 
     # The answer as it comes
 
@@ -294,7 +288,7 @@ class Gateway:
         """Whether it broke off after the client had seen its beginning. Raises UpstreamFailed before that."""
         call = run.request.call
         reader = run.dialect.reader(run.request.id, call)
-        answer = await _in_time(run, deployment, self._send(run, deployment), patience.first_byte)
+        answer = await in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         if not run.dialect.native and is_unstreamed(answer):
             answer = Unstreamed(answer)
             reader.is_whole = True
@@ -418,44 +412,3 @@ class Gateway:
             await reply.end(dialect.error_event(error))
         else:
             await reply.whole(error.status, dialect.error_body(error), [JSON, *error.headers()])
-
-
-def _attempts(candidates: list[Deployment]) -> Iterator[tuple[Deployment, int]]:
-    """Each deployment as often as it may be tried, with the number of the try."""
-    for deployment in candidates:
-        for tries in range(1, deployment.upstream.retries.times + 2):
-            yield deployment, tries
-
-
-async def _worth_another_try(run: Run, deployment: Deployment, failure: UpstreamFailed | None, tries: int) -> bool:
-    """Waits as long as is due first. failure: of the last try; None: it was not asked. Raises Interrupted."""
-    pause_s = None if failure is None else deployment.upstream.retries.pause_s(failure, tries - 1)
-    if pause_s is None:
-        return False
-    run.watch.restart(_QUEUE_S)
-    await run.watch.wait(asyncio.sleep(pause_s), "quiet", _QUEUE_S)
-    return True
-
-
-async def _in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], seconds: float) -> T:
-    """Raises UpstreamFailed when the time is over, Interrupted when the client has gone."""
-    try:
-        return await run.watch.wait(awaitable, "first_byte", seconds)
-    except Interrupted as error:
-        if error.reason == "client_gone":
-            raise
-        message = f"The upstream `{deployment.upstream.name}` did not answer in time."
-        raise UpstreamFailed("timeout", upstream_timeout(message)) from error
-
-
-def _note_cost(run: Run, deployment: Deployment, error: UpstreamFailed) -> None:
-    """What a failed attempt costs at least: the prompt, if the provider took it."""
-    if deployment.price is not None and not error.refused:
-        text = prompt_text(run.request.call.fields)
-        cost = deployment.price.cost(deployment.upstream.counting.prompt_tokens(text), 0, 0)
-        if cost:
-            run.failed_attempts.append(FailedAttempt(deployment.name, cost))
-
-
-def _broken(deployment: Deployment, what: str) -> UpstreamFailed:
-    return UpstreamFailed("broken", upstream_error(f"The upstream `{deployment.upstream.name}`: {what}."))
