@@ -9,7 +9,7 @@ import pytest
 from ledger.audit import By
 from ledger.errors import InsufficientQuota
 from ledger.quotas import Scope, replace_quotas
-from tests.ledger_flow.material import MODEL, USD, House, now_ms, price, run, used
+from tests.ledger_flow.material import MODEL, House, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
 
 CALL = price(100, 200)
@@ -57,7 +57,7 @@ async def test_a_limit_below_what_was_spent_leaves_nothing(house: House) -> None
 
 async def test_what_was_spent_while_a_limit_was_away_counts_when_it_is_set_again(house: House) -> None:
     team = Scope.of_team(house.team_id)
-    await house.budget(team, USD)
+    await house.budget(team, 2 * CALL)
     await spend(house, 2)
     async with house.db.begin() as c:
         await replace_quotas(c, By("test", now_ms()), team, [])
