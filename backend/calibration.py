@@ -23,6 +23,7 @@ def measure_steps(
     sizes: list[int],
     columns: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = _BUDGET_S,
 ) -> StepCosts:
     """Seconds per pass, logits included, for each size; a size is spread over as many slots as it fills, unevenly.
 
@@ -34,7 +35,7 @@ def measure_steps(
     ordered = [wanted[0], wanted[-1], *wanted[1:-1]] if len(wanted) > 1 else wanted
     for repeat in range(_REPEATS):
         for size in ordered:
-            if time.perf_counter() - started > _BUDGET_S and len(points) >= 2:
+            if time.perf_counter() - started > budget_s and len(points) >= 2:
                 break
             seconds = _seconds(model, size, columns, clock, warm=repeat == 0)
             points[size] = min(seconds, points.get(size, seconds))

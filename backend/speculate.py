@@ -35,14 +35,14 @@ def accepted_counts(drafted: Tensor, drawn: Tensor, lengths: Tensor) -> Tensor:
     return ((drafted == drawn[:, :steps]) & real).to(torch.int64).cumprod(1).sum(1)
 
 
-def expected_tokens(acceptance: float, length: int) -> float:
+def expected_tokens(acceptance: float, length: float) -> float:
     """Tokens per target pass, each drafted token accepted with probability `acceptance`: (1 - a^(K+1)) / (1 - a)."""
     if acceptance >= 1.0:
         return length + 1.0
     return float((1.0 - acceptance ** (length + 1)) / (1.0 - acceptance))
 
 
-def closed_form_speedup(acceptance: float, length: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+def closed_form_speedup(acceptance: float, length: float, draft_cost: float, verify_cost: float = 1.0) -> float:
     """Speed-up over plain decoding; costs in units of one plain target step: E(K) / (K c + v)."""
     return expected_tokens(acceptance, length) / (length * draft_cost + verify_cost)
 

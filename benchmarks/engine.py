@@ -1,8 +1,9 @@
 """The engine against transformers, same prompts, one run: `python -m benchmarks.engine [--quick] [--json FILE]`.
 
-Two pairs. Bundled: what people get. Dialled: the bundled target with its later layers scaled down, and its first layers
-as the draft, so that acceptance can be chosen; that pair also runs in transformers' assisted generation. Everything is
-greedy, ends after the same number of tokens, and every figure is the median of paired repeats.
+Bundled pair: what people get. Scaled pairs (high, medium): the bundled target with its later layers scaled down, and
+its first layers as the draft, so that acceptance can be chosen; they also run in transformers' assisted generation.
+Dial: the bundled pair with its proposals replaced by the answer and any share of errors, adaptive against plain.
+Everything is greedy, ends after the same number of tokens, and every figure is the median of paired repeats.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from backend.loading import choose_dtype, load_model, load_tokenizer, resolve_we
 from backend.model import PackedModel
 from backend.sampling import SamplingParams
 from backend.sequence import Request
-from backend.speculate import closed_form_speedup
+from backend.speculate import Rates, closed_form_speedup
 from backend.text import Tokenizer
+from benchmarks.dial import ACCEPTANCES, dial_row
+from benchmarks.pace import run_paced
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -49,11 +52,14 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Row:
-    """One configuration. Speeds in tokens per second over all its requests, prompt reading included."""
+    """One configuration. speeds: tokens per second over all its requests, prompt reading included; decoding: of full
+    rounds without prompts, which is what the closed form speaks of. draft_cost, verify_cost: c and v."""
 
     name: str
     batch: int
     speeds: list[float] = field(default_factory=list)
+    decoding: list[float] = field(default_factory=list)
+    policy: LengthPolicy | None = None
     per_pass: float | None = None
     acceptance: float | None = None
     tested: float | None = None
@@ -64,6 +70,27 @@ class Row:
     @property
     def speed(self) -> float:
         return statistics.median(self.speeds)
+
+    def report(self, plain: Row) -> dict[str, Any]:
+        """The figures as they are printed; plain: the row of plain decoding at the same batch."""
+        of_plain = [own / base for own, base in zip(self.speeds, plain.speeds, strict=False)]
+        found: dict[str, Any] = {
+            "name": self.name,
+            "batch": self.batch,
+            "tok_s": round(self.speed, 1),
+            "of_plain": round(statistics.median(of_plain), 3),
+            "of_plain_least_most": [round(min(of_plain), 3), round(max(of_plain), 3)],
+            "per_pass": _rounded(self.per_pass),
+            "acceptance": _rounded(self.acceptance),
+            "tested": _rounded(self.tested),
+            "c": _rounded(self.draft_cost),
+            "v": _rounded(self.verify_cost),
+            "closed_form": _rounded(self.closed_form),
+        }
+        if self.decoding and self.closed_form:
+            decoding = statistics.median(a / b for a, b in zip(self.decoding, plain.decoding, strict=False))
+            found |= {"decoding_of_plain": round(decoding, 3), "of_closed_form": round(decoding / self.closed_form, 3)}
+        return found
 
 
 @dataclass(slots=True)
@@ -76,6 +103,12 @@ class Pair:
     costs: StepCosts
     reference: Any
     assistant: Any = None
+    usual: Mapping[str, Rates] = field(default_factory=dict)
+
+    def policy(self, fixed: int | None) -> LengthPolicy:
+        policy = LengthPolicy(self.costs, fixed=fixed)
+        policy.pair_rates.update(self.usual)
+        return policy
 
 
 class Bench:
@@ -113,32 +146,34 @@ class Bench:
 
     def hot_tokens(self, pair: Pair) -> torch.Tensor:
         """What the target says to these prompts, filled up to HOT tokens: a hot vocabulary that fits the text."""
-        engine = self.engine(pair, None)
-        found = [engine.add(Request(f"{i}", p, self.tokens, GREEDY)) for i, p in enumerate(self.prompts)]
-        while not engine.idle:
-            engine.step()
+        engine = self.engine(pair, pair.policy(None))
+        _, found = run_paced(engine, self.requests(len(self.prompts), None), 8, self.clock)
         said = {token for sequence in found for token in sequence.tokens[sequence.prompt_tokens :]}
         rest = (token for token in range(HOT) if token not in said)
         return torch.tensor(sorted([*said, *list(rest)[: HOT - len(said)]]))
 
-    def engine(self, pair: Pair, fixed: int | None) -> Engine:
+    def engine(self, pair: Pair, policy: LengthPolicy) -> Engine:
         for slot in range(pair.target.cache.slots):
             pair.target.cache.truncate(slot, 0)
-        return Engine(pair.target, self._decode, pair.drafts, policy=LengthPolicy(pair.costs, fixed=fixed))
+        return Engine(pair.target, self._decode, pair.drafts, policy=policy)
+
+    def requests(self, count: int, draft: str | None) -> list[Request]:
+        return [
+            Request(f"{i}", prompt, self.tokens, GREEDY, draft=draft) for i, prompt in enumerate(self.prompts[:count])
+        ]
 
     def _ours(self, pair: Pair, row: Row, draft: str | None, fixed: int | None) -> float:
-        engine = self.engine(pair, fixed)
-        texts = self.prompts if row.batch > 1 else self.prompts[: 3 if self.repeats > 1 else 2]
-        started = self.clock()
-        for at in range(0, len(texts), row.batch):
-            for i, prompt in enumerate(texts[at : at + row.batch]):
-                engine.add(Request(f"{at + i}", prompt, self.tokens, GREEDY, draft=draft))
-            while not engine.idle:
-                engine.step()
-        seconds = self.clock() - started
+        if row.policy is None:  # kept from repeat to repeat, as a server keeps it from request to request
+            row.policy = pair.policy(fixed)
+        engine = self.engine(pair, row.policy)
+        pace, _ = run_paced(engine, self.requests(self._texts(row.batch), draft), row.batch, self.clock)
+        row.decoding.append(pace.decoding)
         if draft is not None:
             self._explain(pair, row, engine, draft)
-        return len(texts) * self.tokens / seconds
+        return pace.speed
+
+    def _texts(self, batch: int) -> int:
+        return len(self.prompts) if batch > 1 else 3 if self.repeats > 1 else 2
 
     def _explain(self, pair: Pair, row: Row, engine: Engine, name: str) -> None:
         totals = engine.totals
@@ -152,11 +187,11 @@ class Bench:
         length = drafted / totals.target_passes
         row.draft_cost = pair.drafts[name].step_seconds(row.batch) / plain
         row.verify_cost = pair.costs(round(row.batch * (1 + length))) / plain
-        row.closed_form = closed_form_speedup(row.tested, round(length), row.draft_cost, row.verify_cost)
+        row.closed_form = closed_form_speedup(row.tested, length, row.draft_cost, row.verify_cost)
 
     def _generate(self, pair: Pair, row: Row, options: dict[str, Any]) -> float:
         pair.reference.set_attn_implementation("sdpa")
-        texts = self.prompts if row.batch > 1 else self.prompts[: 3 if self.repeats > 1 else 2]
+        texts = self.prompts[: self._texts(row.batch)]
         started = self.clock()
         for at in range(0, len(texts), row.batch):
             group = texts[at : at + row.batch]
@@ -187,7 +222,7 @@ class Bench:
 
     def latencies(self, pair: Pair, draft: str | None, users: int = 8, turns: int = 3) -> list[float]:
         """Seconds of each request of so many users, who each send the next one when the last is answered."""
-        engine = self.engine(pair, None)
+        engine = self.engine(pair, pair.policy(None))
         started: dict[str, float] = {}
         left = dict.fromkeys(range(users), turns)
         seconds: list[float] = []
@@ -223,7 +258,7 @@ def bundled_pair(bench: Bench, directory: Path, dtype: torch.dtype) -> Pair:
     """The bundled target with everything that ships: n-gram lookup, and the distilled head where it is checked in."""
     from backend.demo.draft import load_demo_draft
     from backend.head_draft import HeadDraft
-    from backend.loading import BUNDLED_DRAFT
+    from backend.loading import BUNDLED_DRAFT, BUNDLED_DRAFT_ACCEPTANCE
 
     model = load_model(directory, dtype, CPU)
     target = PackedModel(model, slots=8, capacity=1024)
@@ -232,13 +267,16 @@ def bundled_pair(bench: Bench, directory: Path, dtype: torch.dtype) -> Pair:
         head = HeadDraft(load_demo_draft(model, BUNDLED_DRAFT), "bundled")
         head.calibrate(StepCosts.measured({rows: head.measure(rows) for rows in (1, 2, 4, 8)}))
         drafts["bundled"] = NgramThenModelDraft(head)  # as `demo` is served
-    return Pair("bundled pair", target, drafts, measure_steps(target, _SIZES, clock=bench.clock), model)
+        drafts["head"] = head
+    costs = measure_steps(target, _SIZES, clock=bench.clock, budget_s=_CALIBRATION_S)
+    return Pair("bundled", target, drafts, costs, model, usual={"bundled": Rates(*BUNDLED_DRAFT_ACCEPTANCE)})
 
 
 _SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 24, 40, 72]
+_CALIBRATION_S = 5.0
 
 
-def dialled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float, layers: int) -> Pair:
+def scaled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float, layers: int = 2) -> Pair:
     """Target: later layers scaled by `scale`. Draft: its first `layers` layers; here with a head cut to HOT tokens."""
     model = load_model(directory, dtype, CPU)
     with torch.no_grad():
@@ -249,9 +287,8 @@ def dialled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float
     assistant = load_model(directory, dtype, CPU)
     assistant.model.layers = assistant.model.layers[:layers]
     assistant.config.num_hidden_layers = layers
-    pair = Pair(
-        f"dialled pair, rest × {scale}", target, {}, measure_steps(target, _SIZES, clock=bench.clock), model, assistant
-    )
+    costs = measure_steps(target, _SIZES, clock=bench.clock, budget_s=_CALIBRATION_S)
+    pair = Pair(f"later layers × {scale}", target, {}, costs, model, assistant)
     hot = bench.hot_tokens(pair)
     draft = ModelDraft(PackedModel(assistant, slots=8, capacity=1024, head_rows=hot), "first layers", 1 << 30, hot)
     draft.calibrate(measure_steps(draft.model, [1, 2, 4, 8], clock=bench.clock))
@@ -259,24 +296,31 @@ def dialled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float
     return pair
 
 
-def table(pair: Pair, rows: Sequence[Row]) -> None:
-    plain = {row.batch: row.speed for row in rows if row.name == "plain"}
+def table(pair: Pair, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Print the rows and return them. Decoding and closed form: prompts and the tail of a batch left out."""
+    plain = {row.batch: row for row in rows if row.name == "plain"}
     print(f"\n## {pair.name}\n")
-    print("| | batch | tok/s | × plain | tokens/pass | acceptance (tested) | c | v | closed form |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
+    print("| | batch | tok/s | × plain (least to most) | tokens/pass | acceptance (tested) | c | v "
+          "| decoding × plain | closed form | of it |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    reports = [row.report(plain[row.batch]) for row in rows]
+    for found in reports:
+        least, most = found["of_plain_least_most"]
         cells = [
-            row.name,
-            str(row.batch),
-            f"{row.speed:.1f}",
-            f"{row.speed / plain[row.batch]:.2f}",
-            _cell(row.per_pass),
-            "–" if row.acceptance is None else f"{row.acceptance:.2f} ({row.tested:.2f})",
-            _cell(row.draft_cost),
-            _cell(row.verify_cost),
-            _cell(row.closed_form),
+            found["name"],
+            str(found["batch"]),
+            f"{found['tok_s']:.1f}",
+            f"{found['of_plain']:.2f} ({least:.2f} to {most:.2f})",
+            _cell(found["per_pass"]),
+            "–" if found["acceptance"] is None else f"{found['acceptance']:.2f} ({found['tested']:.2f})",
+            *(_cell(found.get(name)) for name in ("c", "v", "decoding_of_plain", "closed_form", "of_closed_form")),
         ]
         print("| " + " | ".join(cells) + " |")
+    return reports
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _cell(value: float | None) -> str:
@@ -301,6 +345,9 @@ def latency_table(bench: Bench, pair: Pair) -> dict[str, Any]:
     return {"plain": found["plain"], "speculative": found[f"speculative ({fast})"]}
 
 
+_PARTS = ("bundled", "high", "medium", "dial")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens, one repeat")
@@ -311,6 +358,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="default: 3, quick 1")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; for one thread on a busy machine")
+    parser.add_argument("--parts", nargs="*", choices=_PARTS, default=_PARTS, help="default: all")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -322,13 +370,16 @@ def main() -> None:
     bench = Bench(load_tokenizer(directory), tokens, repeats, clock)
     result: dict[str, Any] = {"dtype": str(dtype), "threads": torch.get_num_threads(), "tokens": tokens, "pairs": {}}
     print(f"{dtype}, {torch.get_num_threads()} threads, {tokens} tokens an answer, median of {repeats}")
-    makers: list[Callable[[], Pair]] = [partial(bundled_pair, bench, directory, dtype)]
-    makers += [partial(dialled_pair, bench, directory, dtype, scale, 2) for scale in (0.001, 0.005)]
-    for make in makers:
-        pair = make()
+    for name in given.parts:
+        if name == "dial":
+            pair = bundled_pair(bench, directory, dtype)
+            print("\n## the bundled pair with its acceptance dialled: adaptive over plain, never below .97\n")
+            result["dial"] = [dial_row(bench, pair, batch, a) for batch in (1, 8) for a in ACCEPTANCES]
+            continue
+        scale = {"high": 0.001, "medium": 0.005}.get(name)
+        pair = bundled_pair(bench, directory, dtype) if scale is None else scaled_pair(bench, directory, dtype, scale)
         rows = bench.compare(pair, [4] if given.quick else [2, 4, 6])
-        table(pair, rows)
-        result["pairs"][pair.name] = [asdict(row) for row in rows]
+        result["pairs"][pair.name] = table(pair, rows)
         if pair.assistant is not None or not given.quick:
             result["pairs"][f"{pair.name}, latency"] = latency_table(bench, pair)
     if given.json:
