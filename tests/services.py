@@ -239,10 +239,10 @@ class Postgres:
         self._run("initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
         self.server = self._served()
 
-    def start(self) -> Self:
+    def start(self, *, wait: bool = True) -> Self:
         """Start, also again after `kill`. A port that was taken meanwhile is replaced on the first start only."""
         (self._data / "postmaster.pid").unlink(missing_ok=True)
-        self.server.start()
+        self.server.start(wait=wait)
         return self
 
     def stop(self) -> None:
@@ -370,8 +370,8 @@ class Valkey:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> Self:
-        self.server.start()
+    def start(self, *, wait: bool = True) -> Self:
+        self.server.start(wait=wait)
         return self
 
     def stop(self) -> None:

@@ -138,7 +138,8 @@ class Trial:
     async def _kill(self, server: Postgres | Valkey) -> float:
         server.kill()
         await asyncio.sleep(AWAY_S)
-        await asyncio.to_thread(server.start)
+        server.start(wait=False)  # from this thread: a server dies with the thread that started it
+        await asyncio.to_thread(server.server.wait_ready)
         return time.monotonic()
 
     async def _freeze(self, process: psutil.Process) -> float:
