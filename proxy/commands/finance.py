@@ -33,6 +33,7 @@ from proxy.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from ledger.corrections import Correction
     from ledger.database import Database
     from ledger.verify import Report
     from proxy.admin.invoices import NewInvoice
@@ -168,15 +169,33 @@ def credit(
 
 def verify(
     month: Annotated[str | None, typer.Option(help="Only this billing month, YYYY-MM.")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Propose new entries that would put right what is wrong; posts none.")
+    ] = False,
+    approve: Annotated[str | None, typer.Option(help="Post this proposed correction. Needs --reason.")] = None,
+    reason: ReasonOption = None,
     config: ConfigOption = None,
     data_dir: DataDirOption = HERE,
     json_: JsonOption = False,
 ) -> None:
-    """Prove that usage, transfers, balances, journals and invoices agree; exit code 1 names the first difference."""
+    """Prove that usage, transfers, balances, journals and invoices agree; exit code 1 names the first difference.
+
+    `--repair` proposes corrections, `--approve` posts one of them. Nothing that was posted is ever rewritten.
+    """
+    settings = settings_of(config, data_dir)
+    if approve is not None:
+        _approve(settings, approve, reason, json_)
+    elif repair:
+        _propose(settings, json_)
+    else:
+        _prove(settings, month, json_)
+
+
+def _prove(settings: Settings, month: str | None, json_: bool) -> None:
     from proxy.admin.proof import Proof
 
     body = _checked(Proof, {"month": month})
-    report = run(_verify(settings_of(config, data_dir), body.month))
+    report = run(_verify(settings, body.month))
     if json_:
         print_json(report)
     else:
@@ -188,6 +207,40 @@ def verify(
         if not json_:
             say(f"first difference: {report.first_difference}")
         raise typer.Exit(1)
+
+
+def _propose(settings: Settings, json_: bool) -> None:
+    """Exit code 1 while there is something to approve."""
+    found = run(_proposed(settings))
+    if json_:
+        print_json({"data": found})
+    else:
+        rows = [(item.id, item.kind, item.words) for item in found]
+        print_table(("id", "kind", "what is wrong"), rows, "nothing that a new entry could put right")
+        if found:
+            say('post one with: tallygate verify --approve ID --reason "…"; then look again')
+    if found:
+        raise typer.Exit(1)
+
+
+def _approve(settings: Settings, correction_id: str, reason: str | None, json_: bool) -> None:
+    if not reason:
+        raise Fail("say with --reason why; it is kept in the audit chain", 2)
+    print_record(run(_approved(settings, correction_id, reason)), json_)
+
+
+async def _proposed(settings: Settings) -> list[Correction]:
+    from ledger.corrections import propose
+
+    async with _ledger_as_it_is(settings) as db, progress("verifying"):
+        return await propose(db, settings.storage.journal_path)
+
+
+async def _approved(settings: Settings, correction_id: str, reason: str) -> Correction:
+    from ledger.corrections import approve
+
+    async with _ledger_as_it_is(settings) as db, progress("verifying"):
+        return await approve(db, settings.storage.journal_path, by_operator(reason), correction_id)
 
 
 async def _verify(settings: Settings, month: str | None) -> Report:

@@ -111,7 +111,8 @@ async def test_a_correction_that_nobody_approved_is_named(house: House) -> None:
     await damage(
         house,
         "INSERT INTO transfers "
-        "(id, batch_id, at_ms, kind, source, destination, amount_pico, currency, team_id, period) SELECT 'x', 'correction:fix_x', at_ms, 'usage_reversal', destination, source, 1, currency, team_id, period "
+        "(id, batch_id, at_ms, kind, source, destination, amount_pico, currency, team_id, period) "
+        "SELECT 'x', 'correction:fix_x', at_ms, 'usage_reversal', destination, source, 1, currency, team_id, period "
         "FROM transfers WHERE kind = 'usage'",
         "UPDATE transfers SET amount_pico = amount_pico + 1 WHERE kind = 'usage'",
     )

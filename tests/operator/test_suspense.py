@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from ledger.database import Database
 from ledger.lost_journals import list_open_epochs
@@ -43,6 +44,18 @@ async def lease_and_lose(settings: Settings) -> None:
     await gate.hold(house.ask())
     crash(house, gate)
     shutil.rmtree(settings.storage.journal_path)
+    await house.close()
+
+
+async def spend_and_alter(settings: Settings) -> None:
+    house = House(await Database.open(settings.storage.database), settings.storage.journal_path)
+    await house.furnish()
+    await run(await house.gate(), house.ask())
+    await house.gates.pop().close()
+    await house.post()
+    async with house.db.begin() as c:
+        await c.execute(text("UPDATE transfers SET amount_pico = amount_pico + 5 WHERE kind = 'usage'"))
+        await c.execute(text("UPDATE rollups SET generated_tokens = 0"))
     await house.close()
 
 
@@ -104,3 +117,26 @@ async def test_a_start_with_fewer_workers_ends_the_slots_that_are_left(base_dir:
     async with db.read() as c:
         assert await list_open_epochs(c) == [(gates[0].leases.slot_id, 1, True)]
     await house.close()
+
+
+def test_a_correction_is_proposed_approved_and_audited_from_api_and_shell(
+    admin: Admin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_apart(lambda: spend_and_alter(admin.settings))
+    code, proposed = shell(admin.settings, capsys, "verify", "--repair")
+    found = {item["kind"]: item["id"] for item in proposed["data"]}
+    assert (code, found.keys()) == (1, {"transfer", "rollup"})
+    assert proposed["data"] == admin.client.get("/corrections").json()["data"]
+    assert shell(admin.settings, capsys, "verify", "--approve", found["transfer"])[0] == 2  # without a reason
+    assert shell(admin.settings, capsys, "verify", "--approve", found["transfer"], "--reason", "altered")[0] == 0
+    for _ in range(2):
+        posted = admin.client.post(f"/corrections/{found['rollup']}/approve", json={"reason": "altered too"})
+        assert (posted.status_code, posted.json()["id"]) == (200, found["rollup"])
+    assert admin.client.post("/corrections/fix_none/approve", json={"reason": "typing error"}).status_code == 404
+    assert shell(admin.settings, capsys, "verify", "--repair") == (0, {"data": []})
+    assert admin.client.post("/verify", json={}).json()["ok"]
+    acts = admin.client.get("/audit?subject_kind=correction").json()["data"]
+    assert [act["reason"] for act in acts] == ["altered too", "altered"]
+    viewer = admin.client.post("/admin-tokens", json={"name": "v", "role": "finance"}).json()["token"]
+    refused = admin.with_token(viewer).post(f"/corrections/{found['rollup']}/approve", json={"reason": "x"})
+    assert refused.status_code == 403
