@@ -87,6 +87,8 @@ ROLLUP_SUMS = (
 )
 
 
+REVERSAL = "_reversal"
+"""Ends the kind of a correction that takes back: its source is the destination of what it takes back."""
 LateMonths = Mapping[tuple[str, str], str]
 """(team, period) → the later month that bills it, for the periods that are closed."""
 

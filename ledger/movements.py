@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.accounts import credit_line_id
+from ledger.entries import REVERSAL
 from ledger.money import Currency
 from ledger.schema import accounts, invoices, transfers
 from ledger.statements import Movement, MovementKind
@@ -61,30 +62,34 @@ async def paid_by(c: AsyncConnection, team_id: str, period: str) -> dict[str, in
     kinds = {row.id: row.kind for row in await c.execute(drawn)}
     if not kinds:
         return {}
-    t = transfers.c
-    query = (
-        select(t.source, *exact_sum(t.amount_pico))
-        .where(t.team_id == team_id, t.period == period, t.kind == "usage", t.source.in_(kinds))
-        .group_by(t.source)
-    )
     paid: dict[str, int] = {}
-    for row in (await c.execute(query)).mappings():
-        kind = kinds[row["source"]]
-        paid[kind] = paid.get(kind, 0) + read_sum(row, "amount_pico")
+    for account_id, amount in (await _drawn(c, team_id, kinds, transfers.c.period == period)).items():
+        kind = kinds[account_id]
+        paid[kind] = paid.get(kind, 0) + amount
     return paid
+
+
+async def _drawn(
+    c: AsyncConnection, team_id: str, account_ids: Collection[str], when: ColumnElement[bool]
+) -> dict[str, int]:
+    """Account → what usage took from it, less what corrections put back."""
+    t, drawn = transfers.c, dict.fromkeys(account_ids, 0)
+    for side, kind, sign in ((t.source, "usage", 1), (t.destination, f"usage{REVERSAL}", -1)):
+        query = select(side.label("account"), *exact_sum(t.amount_pico)).group_by(side)
+        query = query.where(t.team_id == team_id, when, t.kind == kind, side.in_(account_ids))
+        for row in (await c.execute(query)).mappings():
+            drawn[row["account"]] += sign * read_sum(row, "amount_pico")
+    return drawn
 
 
 async def not_invoiced(c: AsyncConnection, team_id: str, period: str) -> int:
     """What was drawn on the credit line up to the end of the month, less what earlier invoices ask for. Exact."""
-    t, i, a = transfers.c, invoices.c, accounts.c
-    used = select(a.debits_pico).where(a.id == credit_line_id(team_id))
+    i, account_id = invoices.c, credit_line_id(team_id)
+    used = select(accounts.c.debits_pico).where(accounts.c.id == account_id)
     if not (await c.execute(used)).scalar_one_or_none():
         return 0
-    drawn = select(*exact_sum(t.amount_pico)).where(
-        t.source == credit_line_id(team_id), t.kind == "usage", t.period <= period
-    )
+    drawn = await _drawn(c, team_id, [account_id], transfers.c.period <= period)
     asked = select(func.coalesce(func.sum(i.due_pico), 0)).where(
         i.team_id == team_id, i.kind == "invoice", i.state.in_(("finalized", "paid")), i.period < period
     )
-    row = (await c.execute(drawn)).mappings().one()
-    return read_sum(row, "amount_pico") - int((await c.execute(asked)).scalar_one())
+    return drawn[account_id] - int((await c.execute(asked)).scalar_one())

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger.billing import ByMeter, billed_by_meter, cost, tokens_by_meter
 from ledger.database import driver
 from ledger.entries import (
+    REVERSAL,
     USAGE_COLUMNS,
     AccountInfo,
     RefusedRecord,
@@ -25,8 +26,6 @@ from ledger.schema import accounts, leases, transfers
 from ledger.sums import exact_sum, read_sum
 
 PAGE = 2_000
-REVERSAL = "_reversal"
-"""Ends the kind of a correction that takes back: its source is the destination of what it takes back."""
 _BILLED_IN = USAGE_COLUMNS.index("billed_in")
 Result = tuple[int, str | None]
 """How many things were compared, and the first that differs."""

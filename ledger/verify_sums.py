@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ledger.entries import ROLLUP_KEYS, ROLLUP_SUMS, TransferKey
+from ledger.entries import REVERSAL, ROLLUP_KEYS, ROLLUP_SUMS, TransferKey
 from ledger.periods import HOUR_MS
 from ledger.schema import transfers
 from ledger.sums import exact_sum, read_sum
-from ledger.verify_rows import REVERSAL, Result, UsageSums, billed_in_month
+from ledger.verify_rows import Result, UsageSums, billed_in_month
 
 CORRECTED = "#"
 """In the slot of a rollup that corrects another: what follows names the correction."""
