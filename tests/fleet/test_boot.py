@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def host(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Callable[..., Host]
 
     yield make
     for one in made:
-        one.close()
+        with contextlib.suppress(ValueError):  # closed by its test
+            one.close()
 
 
 def refused(host: Host) -> str:
@@ -56,15 +58,17 @@ def test_without_the_database_a_host_comes_up_says_so_and_heals_itself(
 ) -> None:
     server = postgres_server()
     first = host(server.url())
-    with first:
-        key = Fleet([first]).new_key()
-        assert ask(first, key)[0] == 200
+    first.start()
+    key = Fleet([first]).new_key()
+    assert ask(first, key)[0] == 200
+    first.stop()
     server.stop()
     first.start(wait=False)
     wait_until(lambda: bool(first.readiness()), 60, "the gateway")
     assert (first.readiness()["status"], first.readiness()["degraded"]) == ("unavailable", ["database"])
     assert "starting without the database" in first.output()
-    assert "posting waits for the database" in (first.folder / "data/logs/poster.log").read_text()
+    posters = first.folder / "data/logs/poster.log"
+    wait_until(lambda: "posting waits for the database" in posters.read_text(), 20, "the poster's word")
     assert ask(first, key) == (503, "ledger_unavailable")
     assert ask(first, "sk-tg-nobody-knows-this-key-yet") == (503, "ledger_unavailable")
     assert httpx.get(f"{first.url}/health/live").status_code == 200
