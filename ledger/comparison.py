@@ -8,6 +8,7 @@ import msgspec
 from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ledger.partitions import uuid7_floor
 from ledger.schema import usage
 from ledger.sums import exact_sum, read_sum
 
@@ -63,7 +64,7 @@ async def compare_deployments(
     if team_id is not None:
         where.append(usage.c.team_id == team_id)
     if from_ms is not None:
-        where.append(usage.c.created_ms >= from_ms)
+        where += [usage.c.created_ms >= from_ms, usage.c.request_id >= uuid7_floor(from_ms)]  # the second has an index
     if to_ms is not None:
         where.append(usage.c.created_ms < to_ms)
     counted = ("prompt_tokens", "generated_tokens", "billed_tokens", "draft_tokens", "accepted_tokens")

@@ -132,14 +132,9 @@ async def take_step(c: AsyncConnection, name: str, model: Model, ramp: Ramp, now
             return None
     elif set_now is not None:
         return None
-    figures, recent = Figures(), None
+    figures, recent = Figures(), Figures()
     if standing is not None:
-        since = standing.step_ms
-        if standing.state == "done":  # it goes on for ever, and what was long ago says nothing of now
-            since = max(since, now_ms - round(ramp.hold_s * 1000))
-        figures = await _figures(c, name, ramp, since)
-        if since < now_ms - RECENT_MS:
-            recent = await _figures(c, name, ramp, now_ms - RECENT_MS)
+        figures, recent = await _since(c, name, ramp, standing, now_ms)
     step = decide(ramp, standing, figures, now_ms, recent)
     if step is None:
         return None
@@ -159,6 +154,20 @@ async def _store(c: AsyncConnection, standing: Standing) -> None:
     build = postgresql.insert if c.dialect.name == "postgresql" else sqlite.insert
     row = msgspec.structs.asdict(standing)
     await c.execute(build(ramps).values(row).on_conflict_do_update(index_elements=["model"], set_=row))
+
+
+async def _since(c: AsyncConnection, name: str, ramp: Ramp, standing: Standing, now_ms: int) -> tuple[Figures, Figures]:
+    """(since the step began, of its last minutes). The former costs a look at every request of it: taken where the
+    step is due, or there were few."""
+    hold_ms = round(ramp.hold_s * 1000)
+    since = standing.step_ms
+    if standing.state == "done":  # it goes on for ever, and what was long ago says nothing of now
+        since = max(since, now_ms - hold_ms)
+    recent = await _figures(c, name, ramp, max(since, now_ms - RECENT_MS))
+    due = standing.state == "climbing" and now_ms - since >= hold_ms
+    if since < now_ms - RECENT_MS and (due or recent.requests + recent.failures < ramp.min_requests):
+        return await _figures(c, name, ramp, since), recent
+    return recent, recent
 
 
 async def _figures(c: AsyncConnection, name: str, ramp: Ramp, from_ms: int) -> Figures:
