@@ -209,3 +209,39 @@ upstreams:
     settings = load(tmp_path, text)
     assert settings.upstreams["b"].base_url == "https://b.example.com/v1"
     assert settings.upstreams["b"].max_concurrency == 4
+
+
+ROUTED = """\
+upstreams: {a: {base_url: "http://a/v1"}, b: {base_url: "http://b/v1"}}
+models:
+  m:
+    deployments: [{to: a}, {to: b, DEPLOYMENT}]
+    drafts: [small]
+    RAMP
+"""
+
+
+@pytest.mark.parametrize(
+    ("deployment", "ramp", "expected"),
+    [
+        ("draft: large", "", ":4: models.m.deployments[1].draft: 'large' is not among the drafts of this model: small"),
+        ("weight: 1", "ramp: {deployment: c}", ":6: models.m.ramp.deployment: no deployment 'c'; this model has: a, b"),
+        ("weight: 1", "ramp: {deployment: b, steps: [50, 10]}", ":6: models.m.ramp.steps: must rise"),
+        ("weight: 1", "ramp: {deployment: b, steps: [0, 10]}", ":6: models.m.ramp.steps[0]: 0 is out of range"),
+        (
+            "weight: 1",
+            "ramp: {deployment: b, max_error_rate: 2}",
+            ":6: models.m.ramp.max_error_rate: 2.0 is out of range",
+        ),
+        ("weight: 1", "on_hangup: wait", ":6: models.m.on_hangup: 'wait' is not one of: cancel, finish"),
+    ],
+)
+def test_what_a_route_cannot_be_is_refused(tmp_path: Path, deployment: str, ramp: str, expected: str) -> None:
+    (line,) = refused(tmp_path, ROUTED.replace("DEPLOYMENT", deployment).replace("RAMP", ramp))
+    assert line.startswith("config.yaml" + expected)
+
+
+@pytest.mark.parametrize("field", ["metrics: metrics", "health_check: {path: health}", "metrics: '/a b'"])
+def test_paths_on_a_server_begin_with_a_slash(tmp_path: Path, field: str) -> None:
+    (line,) = refused(tmp_path, f"upstreams:\n  a:\n    base_url: http://a/v1\n    {field}\n")
+    assert "must be a path that begins with /" in line
