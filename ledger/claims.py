@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -14,6 +15,11 @@ from ledger.schema import idempotency_claims
 
 if TYPE_CHECKING:
     from ledger.hold import Ask
+
+
+DOUBTED_FOR_MS = 600_000
+"""No server still commits for a connection that has been gone for so long."""
+LOOK_EACH_MS = 2_000
 
 
 async def claim(db: Database, ask: Ask, slot_id: str, epoch: int, now_ms: int) -> None:
@@ -40,6 +46,32 @@ async def claim(db: Database, ask: Ask, slot_id: str, epoch: int, now_ms: int) -
         if held is not None:  # None: released in between
             _answer(held, ask, now_ms)
             return
+
+
+class DoubtfulClaims:
+    """Claims whose COMMIT nobody saw, of requests that do not begin. One that arrives later than the poster freed its
+    key would keep it; so they are looked for again."""
+
+    def __init__(self, slot_id: str, epoch: int, clock: Callable[[], int]) -> None:
+        self._mine = (idempotency_claims.c.slot_id == slot_id, idempotency_claims.c.epoch == epoch)
+        self._clock = clock
+        self._until_ms: dict[str, int] = {}
+        self._next_look_ms = 0
+
+    def add(self, request_id: str) -> None:
+        self._until_ms[request_id] = self._clock() + DOUBTED_FOR_MS
+
+    async def release(self, db: Database) -> None:
+        """Free the keys of those that have arrived. LedgerUnavailable."""
+        now_ms = self._clock()
+        if not self._until_ms or now_ms < self._next_look_ms:
+            return
+        self._next_look_ms = now_ms + LOOK_EACH_MS
+        claims = idempotency_claims.c
+        late = (claims.request_id.in_(list(self._until_ms)), claims.state == "running")
+        async with db.begin() as c:
+            await c.execute(delete(idempotency_claims).where(*self._mine, *late))
+        self._until_ms = {request_id: until for request_id, until in self._until_ms.items() if until > now_ms}
 
 
 async def _find(c: AsyncConnection, ask: Ask) -> Any:

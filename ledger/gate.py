@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ledger.audit import changes_since, latest_seq
 from ledger.billing import affordable_output, next_window
-from ledger.claims import claim
+from ledger.claims import DoubtfulClaims, claim
 from ledger.database import Database
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
 from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
@@ -62,10 +62,12 @@ class Gate:
         self.clock = clock
         self.moving: set[Hold] = set()
         """Streams whose latest progress is not journalled yet."""
-        self.lost_epochs: list[str] = []
+        self.lost_epochs: dict[str, str] = {}
+        """Why the leases of older epochs of this slot stay locked, by "slot:epoch"."""
         self._seen = seen
         self.months = BillingMonths()
         self._plans = PlanCache(db, leases, self.months, book)
+        self._doubtful_claims = DoubtfulClaims(leases.slot_id, leases.epoch, clock)
         self._open_holds = 0
         self._entering = 0  # requests that wait for SQL before their INTENT: what they take there outlives them
         self._all_ended = asyncio.Event()
@@ -259,9 +261,11 @@ class Gate:
             await claim(self.db, ask, self.leases.slot_id, self.leases.epoch, self.clock())
         except LedgerUnavailable:  # it may be in SQL all the same
             self.leases.failed()
+            self._doubtful_claims.add(ask.request_id)
             await self._release_claim(ask)
             raise
         except asyncio.CancelledError:  # so may this one, and nobody else would ever free its key
+            self._doubtful_claims.add(ask.request_id)
             await self._release_claim(ask)
             raise
         finally:
@@ -306,7 +310,11 @@ class Gate:
                     self._next_heartbeat_ms = 0  # tell SQL what still runs there
             leases.down_since_ms = None
             leases.resync()
+            await self._doubtful_claims.release(self.db)
             self.journal.posted(cursor or 0)
+            for change in changes:
+                if change.subject_kind == "epoch":  # one of ours that was declared lost troubles us no more
+                    self.lost_epochs.pop(change.subject_id, None)
             if changes:
                 self._seen = changes[-1].seq
                 self._plans.forget({change.team_id for change in changes})
@@ -329,7 +337,7 @@ class Gate:
         found = [self._failure or self.journal.unhealthy()]
         if self.leases.down_since_ms is not None:
             found.append(f"SQL has been away for {(self.clock() - self.leases.down_since_ms) // 1000} s")
-        return [reason for reason in (*found, *self.lost_epochs) if reason is not None]
+        return [reason for reason in (*found, *self.lost_epochs.values()) if reason is not None]
 
     async def close(self, *, patience_s: float = 10.0) -> None:
         """Wait for open holds, return every lease, end the journal. What is still open then is settled at the next

@@ -40,6 +40,10 @@ KEPT_MS = 7 * 86_400_000
 """Journals are kept for this long after they are posted: a database restored from a backup needs them."""
 
 
+GIVEN_UP = 1 << 62
+"""What a lost epoch had not posted counts as posted: nobody waits for it any more."""
+
+
 class LostRace(LedgerError):
     """Another poster moved the cursor, or the epoch was closed or declared lost: look again."""
 
@@ -318,8 +322,8 @@ class Poster:
         """Posted segments are kept for as long as the database's backups may be behind."""
         async with self.db.read() as c:
             query = select(epochs.c.slot_id, epochs.c.epoch, epochs.c.cursor_seq, epochs.c.state)
-            rows = (await c.execute(query.where(epochs.c.state != "lost"))).all()
-        posted = {(row.slot_id, row.epoch): row.cursor_seq for row in rows}
+            rows = (await c.execute(query)).all()
+        posted = {(row.slot_id, row.epoch): GIVEN_UP if row.state == "lost" else row.cursor_seq for row in rows}
         unrecovered = {(row.slot_id, row.epoch) for row in rows if row.state == "open"}
         for slot_dir in list_slots(self.journal_dir):
             slot_id = f"{host_id(self.journal_dir)}/{slot_dir.name}"

@@ -60,35 +60,37 @@ def _epoch(slot_id: str, epoch: int, journal_uuid: str, now_ms: int) -> dict[str
     return {**values, "cursor_seq": 0, "chain_hash": "", "state": "open"}
 
 
-async def recover(db: Database, journal: JournalWriter, slot_id: str, slot_dir: Path, now_ms: int) -> list[str]:
+async def recover(db: Database, journal: JournalWriter, slot_id: str, slot_dir: Path, now_ms: int) -> dict[str, str]:
     """Settles or voids every orphan of the slot's older epochs and closes those, durably, in the new journal.
 
-    Returns what could not be recovered, in words: epochs whose journal is not here, or ends before what SQL knows of
-    it.
+    Returns what could not be recovered, "slot:epoch" → in words: epochs whose journal is not here, or ends before what
+    SQL knows of it.
     """
     query = select(epochs).where(epochs.c.slot_id == slot_id, epochs.c.epoch < journal.epoch, epochs.c.state == "open")
     async with db.read() as c:
         open_epochs = {row.epoch: row for row in await c.execute(query.order_by(epochs.c.epoch))}
     here: list[tuple[EpochInfo, int]] = []
-    lost: list[str] = []
+    short: dict[str, str] = {}
     for info in list_epochs(slot_dir):
         row = open_epochs.get(info.epoch)
         if row is None or row.journal_uuid != info.journal_uuid:
             continue
         end = await asyncio.to_thread(_end, info)
         if end < row.cursor_seq:
-            lost.append(f"the journal of epoch {info.epoch} of slot {slot_id} ends at {end}, SQL has {row.cursor_seq}")
+            words = f"the journal of epoch {info.epoch} of slot {slot_id} ends at {end}, SQL has {row.cursor_seq}"
+            short[f"{slot_id}:{info.epoch}"] = words
             continue
         here.append((info, row.cursor_seq))
     found = await asyncio.to_thread(read_epochs, here)
     async with db.begin() as c:
-        lost += await _missing(c, slot_id, open_epochs.keys() - {info.epoch for info, _ in here})
+        lost = await _missing(c, slot_id, open_epochs.keys() - {info.epoch for info, _ in here})
         left = await _left_on_leases(c, slot_id, found)
         await _finish(c, journal, found, left, now_ms)
     for epoch in found.left_open:
         journal.append(EpochClosed(epoch))
     await journal.flush()
-    for words in lost:
+    lost |= short
+    for words in lost.values():
         log.error("leases stay locked", reason=words)
     return lost
 
@@ -168,9 +170,9 @@ async def _lease_again(c: AsyncConnection, slot_id: str, lease: Lease, missing: 
     return amount
 
 
-async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> list[str]:
+async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> dict[str, str]:
     """Epochs that SQL has open and whose journal is not usable here. One that never leased anything is just closed."""
-    words = []
+    found = {}
     for epoch in sorted(numbers):
         amounts = await open_leases(c, slot_id, epoch)
         if not amounts:
@@ -178,8 +180,9 @@ async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> 
             await c.execute(update(epochs).where(*mine).values(state="closed"))
             continue
         worth = ", ".join(f"{format_amount(amount)} {currency} of {name}" for name, currency, amount in amounts)
-        words.append(f"the journal of epoch {epoch} of slot {slot_id} is lost; locked until declared so: {worth}")
-    return words
+        words = f"the journal of epoch {epoch} of slot {slot_id} is lost; locked until declared so: {worth}"
+        found[f"{slot_id}:{epoch}"] = words
+    return found
 
 
 def _end(info: EpochInfo) -> int:

@@ -14,7 +14,8 @@ import pytest
 from sqlalchemy import text
 
 from ledger.audit import By
-from ledger.database import Database
+from ledger.claims import claim
+from ledger.database import CommitUnknown, Database
 from ledger.errors import (
     AlreadyAnswered,
     Conflict,
@@ -200,6 +201,33 @@ async def test_a_request_cancelled_while_its_key_is_claimed_frees_the_key(house:
     await proven(house)
 
 
+async def test_a_claim_whose_commit_arrives_late_frees_its_key_without_waiting_for_the_epoch(either: House) -> None:
+    moved = 0
+    gate = await either.gate(clock=lambda: now_ms() + moved)
+    real = either.db.begin
+
+    @asynccontextmanager
+    async def cut_off() -> AsyncIterator[Any]:
+        raise CommitUnknown("the connection broke during COMMIT")
+        yield
+
+    either.db.begin = cut_off  # type: ignore[method-assign]
+    keyed = {"idempotency_key": "k", "body_hash": "b"}
+    ask = either.ask(**keyed)
+    await gate._plans.make(ask)
+    with pytest.raises(LedgerUnavailable):
+        await gate.hold(ask)
+    either.db.begin = real  # type: ignore[method-assign]
+    await either.post()  # the key is freed, as far as anybody can see
+    await claim(either.db, ask, gate.leases.slot_id, gate.leases.epoch, now_ms())  # and here the COMMIT arrives
+    with pytest.raises(IdempotencyInProgress):
+        await gate.hold(either.ask(**keyed))
+    moved = 5_000
+    await gate.refresh()
+    await run(gate, either.ask(**keyed))
+    await proven(either)
+
+
 async def test_a_request_that_still_waits_for_sql_when_its_worker_closes_strands_nothing(house: House) -> None:
     """Its lease or claim arrives after the end of the epoch was written: the next start must find it."""
     gate = await house.gate()
@@ -290,6 +318,8 @@ async def test_leases_of_a_lost_journal_stay_locked_until_they_are_declared_lost
     async with either.db.begin() as c:
         freed = await declare_lost(c, By("ops", now_ms(), "the disk burnt"), slot_id, info.epoch)
     assert sum(amount for _, _, amount in freed) == locked
+    await gate.refresh()
+    assert gate.degraded() == []
     with pytest.raises(Conflict):
         async with either.db.begin() as c:
             await declare_lost(c, By("ops", now_ms()), slot_id, info.epoch)

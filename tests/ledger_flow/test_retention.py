@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ledger.audit import By
 from ledger.journal import JournalWriter, SlotLock, host_id, list_epochs
+from ledger.lost_journals import declare_lost
 from ledger.posting import KEPT_MS
 from ledger.recovery import begin_epoch
 from ledger.topups import grant
@@ -58,7 +59,7 @@ async def test_a_slot_goes_on_after_its_old_segments_are_gone(house: House) -> N
     await house.gates[-1].close()
     house.gates.pop()
     gate = await house.gate(segment_bytes=SEGMENT_BYTES)
-    assert gate.lost_epochs == []
+    assert gate.lost_epochs == {}
     await run(gate, house.ask())
     await house.post()
     assert await proves(house)
@@ -95,7 +96,7 @@ async def test_the_journal_of_an_epoch_that_nobody_recovered_stays_however_old_i
     JournalWriter.open(slot_dir, epoch=epoch, journal_uuid=journal_uuid, lock=lock).abandon()
     await keep_house(house, 3 * KEPT_MS)
     gate = await house.gate(segment_bytes=SEGMENT_BYTES)
-    assert gate.lost_epochs == []
+    assert gate.lost_epochs == {}
     await house.post()
     (row,) = await house.rows()
     assert row.cost_usd_pico == price(90, 300)
@@ -103,6 +104,19 @@ async def test_the_journal_of_an_epoch_that_nobody_recovered_stays_however_old_i
     await house.post()
     assert await house.leased() == 0
     assert await proves(house)
+
+
+async def test_what_is_left_of_a_journal_that_was_declared_lost_goes_after_a_week_too(house: House) -> None:
+    gate = await house.gate(segment_bytes=SEGMENT_BYTES)
+    await run(gate, house.ask())
+    crash(house, gate)
+    async with house.db.begin() as c:
+        await declare_lost(c, By("ops", now_ms() + 60_000, "the disk cannot be trusted"), gate.leases.slot_id, 1)
+    await house.gate(segment_bytes=SEGMENT_BYTES)
+    await keep_house(house, 0)
+    assert [info.epoch for info in list_epochs(house.journal_dir / "0")] == [1, 2]
+    await keep_house(house, KEPT_MS + 60_000)
+    assert [info.epoch for info in list_epochs(house.journal_dir / "0")] == [2]
 
 
 async def test_what_is_left_of_an_expired_grant_is_booked_without_anybody_asking(house: House) -> None:
