@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,50 @@ def test_a_plain_answer_to_a_stream_request_arrives_as_a_stream_and_is_billed_as
         assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Berlin"}
     else:
         assert message.content == entry["text"]
+
+
+def test_the_canary_report_tells_before_and_after_failures_and_how_busy_the_device_was(
+    routed: Gateway, upstream: FakeUpstream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ledger.deployments import add_sample
+
+    def ask() -> str:
+        raw = routed.client().chat.completions.with_raw_response.create(model="both", messages=HELLO)
+        return raw.headers["x-request-id"]
+
+    routed.row(ask())
+    change = time.time_ns() // 1_000_000
+    time.sleep(0.01)
+    upstream.standing_fault("500", times=1)
+    with pytest.raises(openai.InternalServerError):
+        ask()
+    ids = [ask() for _ in range(3)]
+    for request_id in ids:
+        routed.row(request_id)
+
+    async def busy(c: Any) -> None:
+        for utilisation in (0.5, 0.74):
+            await add_sample(c, "first", change, draft_tokens=0, accepted_tokens=0, utilisation=utilisation)
+
+    routed.ledger(busy)
+    query = {"model": "both", "change": datetime.fromtimestamp(change / 1000, UTC).isoformat()}
+
+    def report(**more: str) -> list[dict[str, Any]]:
+        with admin(routed) as http:
+            found: list[dict[str, Any]] = http.get("/reports/canary", params=query | more).json()["data"]
+            return found
+
+    wait_until(lambda: report()[-1]["failures"] == 1, 5, "the failure")
+    before, after = report()
+    assert [(item["period"], item["deployment"], item["completed"]) for item in (before, after)] == [
+        ("before", "first", 1),
+        ("after", "first", 3),
+    ]
+    assert after["utilisation"] == 0.62
+    assert after["tokens_per_s"] > 0
+    assert after["cost_usd"] == "0.00002436"
+    assert [item["draft_model"] for item in report(by_draft="true")] == [None, None]
+    where = ["--config", str(routed.folder / "tallygate.yaml"), "--data-dir", str(routed.folder)]
+    with pytest.raises(SystemExit):
+        main(["report", "canary", "--model", "both", *where])
+    assert "utilisation\t0.62" in capsys.readouterr().out
