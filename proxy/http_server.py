@@ -119,11 +119,12 @@ class GatewayProtocol(HttpToolsProtocol):
         self._draining = False
 
     def drain(self) -> None:
-        """The next answer, or the one that is on its way, is the last; without a request the connection ends soon."""
+        """The next answer that begins is the last, and says so. One that has begun without saying it is not: its client
+        may be sending already what it asks next. Without a further request the connection ends soon."""
         self._draining = True
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
-        else:
+        elif not self.cycle.response_started:
             self._make_last()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -71,7 +71,7 @@ async def test_replacing_every_worker_of_both_hosts_under_load_fails_no_request(
         stop.set()
         tallies = await asyncio.gather(*loads)
     for tally in tallies:
-        assert tally.failures() == []
+        assert tally.failures() == [], "\n".join(host.logs() for host in fleet.hosts)
         assert tally.count(200) > 50
     for host, olds in zip(fleet.hosts, before, strict=True):
         async with asyncio.timeout(15):
