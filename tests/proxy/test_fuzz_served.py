@@ -37,7 +37,6 @@ PLAIN = json.dumps(
 GOOD = Script((b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n", PLAIN))
 """Answers a request for a stream too."""
 
-ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer"]) | JSON
 PART = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "image_url", "input_text", "input_image", "tool_use", "tool_result"]) | JSON},
@@ -46,26 +45,40 @@ PART = st.fixed_dictionaries(
 MESSAGE = st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=8) | st.lists(PART, max_size=2) | JSON})
 FIELDS = ["stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user", "tools", "tool_choice"]
 FIELDS += ["response_format", "instructions", "system", "metadata", "thinking", "best_of", "stop", "text", "reasoning"]
-BODY = st.builds(
-    lambda known, prompt, fields: {**known, **prompt, **fields},
-    st.just({"model": "m", "max_tokens": 8}),
-    st.dictionaries(st.sampled_from(["messages", "prompt", "input"]), st.lists(MESSAGE, max_size=3) | JSON),
-    st.dictionaries(st.sampled_from(FIELDS), JSON | st.booleans() | st.integers(-1, 9), max_size=4),
+PROMPTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+}
+PROMPT = st.lists(MESSAGE, max_size=3) | st.lists(PART, max_size=2) | JSON
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON | st.booleans() | st.integers(-1, 9), max_size=3)
+HEADERS = st.sampled_from(
+    [
+        b"",
+        b"",
+        b"",
+        b"x-draft-model: nonsense\r\n",
+        b"x-speculative-decoding: \xff\r\n",
+        b"idempotency-key: one\r\n",
+        b"traceparent: \xe4\r\n",
+        b"content-encoding: gzip\r\n",
+    ]
 )
-REQUEST = st.tuples(
-    st.sampled_from(PATHS),
-    BODY.map(lambda body: json.dumps(body).encode()) | st.binary(max_size=60),
-    st.sampled_from(
-        [
-            b"",
-            b"x-draft-model: nonsense\r\n",
-            b"x-speculative-decoding: \xff\r\n",
-            b"idempotency-key: one\r\n",
-            b"traceparent: \xe4\r\n",
-            b"content-encoding: gzip\r\n",
-        ]
-    ),
-)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes, bytes]:
+    """(path, body, headers): bytes, or a request that is right but for what was changed."""
+    path = draw(st.sampled_from(PATHS))
+    if draw(st.integers(0, 9)) == 0:
+        return path, draw(st.binary(max_size=60)), draw(HEADERS)
+    body: dict[str, Any] = {"model": "m", **PROMPTS[path], **draw(CHANGES)}
+    if draw(st.booleans()):
+        body[next(iter(PROMPTS[path]))] = draw(PROMPT)
+    return path, json.dumps(body).encode(), draw(HEADERS)
+
 
 STATUS = st.sampled_from([200, 200, 200, 200, 201, 204, 206, 302, 400, 401, 404, 413, 422, 429, 500, 503, 599, 99, 0])
 HEADER = st.sampled_from(
@@ -84,9 +97,22 @@ HEADER = st.sampled_from(
         b"x: " + b"y" * 3000,
     ]
 )
+TYPES = ["message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "ping"]
+TYPES += ["message_stop", "error", "response.created", "response.output_item.added", "response.output_text.delta"]
+TYPES += ["response.completed", "response.incomplete", "response.failed", "message", "response"]
+COUNTS = st.dictionaries(
+    st.sampled_from(["input_tokens", "output_tokens", "cache_read_input_tokens"]), JSON, max_size=3
+)
+INNER = st.dictionaries(st.sampled_from(["usage", "content", "output", "id", "status", "text", "type"]), COUNTS | JSON)
+NATIVE = st.fixed_dictionaries(
+    {"type": st.sampled_from(TYPES) | JSON},
+    optional=dict.fromkeys(("message", "response", "delta", "usage", "content", "output", "index"), INNER | JSON),
+)
+"""What `/messages` and `/responses` say, or nearly."""
+SPOKEN = EVENT | NATIVE.map(lambda told: b"data: " + json.dumps(told).encode() + b"\n\n")
 BODIES = st.one_of(
-    st.lists(EVENT, max_size=6).map(b"".join),
-    CHUNK.map(lambda chunk: json.dumps(chunk).encode()),
+    st.lists(SPOKEN, max_size=6).map(b"".join),
+    (CHUNK | NATIVE).map(lambda said: json.dumps(said).encode()),
     st.binary(max_size=80),
     st.just(PLAIN),
     st.just(b"5\r\nhello\r\n0\r\n\r\n"),
@@ -95,8 +121,12 @@ BODIES = st.one_of(
 
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
-    if draw(st.integers(0, 9)) == 0:
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
         data = draw(st.binary(max_size=120))
+    elif kind < 6:  # so that it is the body that matters
+        form = draw(st.sampled_from([b"text/event-stream", b"application/json"]))
+        data = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n" % form + draw(BODIES)
     else:
         lines = [b"HTTP/1.1 %d X" % draw(STATUS), *draw(st.lists(HEADER, max_size=3))]
         data = b"\r\n".join([*lines, b"", b""]) + draw(BODIES)
@@ -177,7 +207,7 @@ def test_no_request_makes_a_failure_a_hang_or_an_open_hold(fuzzed: Gateway, scri
         if status == 502:
             assert request[0] == "/v1/embeddings" or request[0] == "/v1/completions"
 
-    fuzz(REQUEST, check)
+    fuzz(requests(), check)
     prove(fuzzed)
 
 
@@ -191,11 +221,7 @@ def test_no_answer_of_an_upstream_makes_a_failure_a_hang_or_an_open_hold(
     def check(case: tuple[str, str, bool, Script]) -> None:
         path, model, stream, script = case
         scripted.script = script
-        body = {**ASK, "model": model, "input": "hi", "prompt": "hi", "stream": stream}
-        for name in {"/v1/responses": ("messages", "prompt", "max_tokens"), "/v1/messages": ("input", "prompt")}.get(
-            path, ("input",)
-        ):
-            body.pop(name)
+        body = {"model": model, **PROMPTS[path], "stream": stream}
         ask(fuzzed, path, json.dumps(body).encode())
 
     fuzz(asked, check)
