@@ -25,6 +25,8 @@ WorkersOption = Annotated[int | None, typer.Option(help="How many gateways share
 
 RETRY_S = 1.0
 NOTICE_S = 5.0
+POSTER_NICENESS = 10
+"""Posting can wait a moment, a request cannot: where they share a core the gateway goes first."""
 POSTER_TIMEOUT_S = 30.0
 """How long one statement may take before the database counts as away: a batch takes a second at most."""
 
@@ -118,6 +120,7 @@ def poster(
     from proxy.logs import configure_logging
 
     configure_logging()
+    os.nice(POSTER_NICENESS)
     run(_post(settings))
 
 
