@@ -3,7 +3,7 @@
 python -m benchmarks.gateway [--quick] [--json FILE] [--only plain,open,streams,bodies,quiet,work]
                              [--production] [--peers] [--one-core]
 
-One gateway worker on one core; load, upstream and poster on the other (`--one-core`: the poster on the gateway's).
+One gateway worker on one core; load, upstream and poster on the other (`--one-core`: also the poster on the first).
 `--production` adds PostgreSQL and Valkey, `--peers` LiteLLM and Portkey. Medians of three rounds, in which the subjects
 take turns. Every ledger that a run made must pass `verify`, or the run fails.
 """
@@ -44,6 +44,7 @@ RATES = (200, 500, 1_000)
 BODIES = (("1 kB body", 1_000), ("100 kB body", 100_000), ("5 MB body", 5_000_000))
 BODY_CONNECTIONS = 2
 QUIET_STREAMS = 1_000
+ONE_CORE = "TallyGate, poster on the same core"
 PROMPT = "Write one sentence about a small red bicycle for our shop page."
 
 
@@ -82,25 +83,33 @@ class Run:
             self._closed(subject, f"{connections} connections", connections, body())
 
     def _streams(self, subject: Subject) -> None:
-        for streams in (1, 8):
+        for streams in () if subject.on_one_core else (1, 8):
             self._closed(subject, f"{streams} streams", streams, body(stream=True))
 
     def _open(self, subject: Subject) -> None:
-        if not subject.is_peer:
+        if not (subject.is_peer or subject.on_one_core):
             for rate in RATES[1:2] if self.quick else RATES:
                 run = open_loop(subject.port, subject.request(body()), rate, self.seconds)
                 self._add(subject, f"open loop {rate}/s", uvloop.run(run))
 
     def _bodies(self, subject: Subject) -> None:
-        for label, size in () if subject.is_peer else BODIES[1:] if self.quick else BODIES:
+        for label, size in () if subject.is_peer or subject.on_one_core else BODIES[1:] if self.quick else BODIES:
             before = subject.process.memory_mb()
             subject.process.forget_peak()
             self._closed(subject, label, BODY_CONNECTIONS, body(size=size))
             self.cells[label][subject.name][-1].memory_added_mb = round(subject.process.peak_memory_mb() - before, 1)
 
     def _closed(self, subject: Subject, label: str, connections: int, payload: bytes) -> None:
-        run = closed_loop(subject.port, subject.request(payload), connections, self.seconds)
-        self._add(subject, label, uvloop.run(run))
+        before_s = 0.0
+
+        def warm() -> None:
+            nonlocal before_s
+            before_s = subject.process.cpu_s()
+
+        run = closed_loop(subject.port, subject.request(payload), connections, self.seconds, warm=warm)
+        result = uvloop.run(run)
+        result.cpu_us = round((subject.process.cpu_s() - before_s) * 1e6 / max(1, result.requests), 1)
+        self._add(subject, label, result)
 
     def _add(self, subject: Subject, label: str, result: Result) -> None:
         self.cells.setdefault(label, {}).setdefault(subject.name, []).append(result)
@@ -151,9 +160,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         run.measure(subjects)
         for subject in subjects:
             if subject.commands is not None:
-                if "quiet" in groups:
+                if "quiet" in groups and subject.counters == "memory" and not subject.on_one_core:
                     report["quiet"][subject.name] = _quiet(subject)
-                if "work" in groups:
+                if "work" in groups and not subject.on_one_core:
                     report["work"][subject.name] = _work(subject, folder)
                 prove(subject)
         report["fdatasync_us"] = sync_time_us(folder, 4096)
@@ -165,12 +174,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _subjects(stack: ExitStack, folder: Path, arguments: argparse.Namespace, absent: dict[str, str]) -> list[Subject]:
     """All that take part, started; `absent` is told who does not, and why."""
     direct = stack.enter_context(upstream(folder))
-    poster_core = GATEWAY_CORE if arguments.one_core else LOAD_CORE
-    name = "TallyGate, poster on the same core" if arguments.one_core else "TallyGate"
     subjects = [direct, stack.enter_context(floor(folder, direct.port))]
-    subjects.append(stack.enter_context(tallygate(folder / "a", direct.port, name=name, poster_core=poster_core)))
+    subjects.append(stack.enter_context(tallygate(folder / "a", direct.port, name="TallyGate")))
     if arguments.production:
-        subjects.append(stack.enter_context(_production(stack, folder / "b", direct.port, poster_core)))
+        subjects.append(stack.enter_context(_production(stack, folder / "b", direct.port)))
+    if arguments.one_core:
+        together = tallygate(folder / "c", direct.port, name=ONE_CORE, poster_core=GATEWAY_CORE)
+        subjects.append(stack.enter_context(together))
     for start in (peers.litellm, peers.portkey) if arguments.peers else ():
         try:
             subjects.append(stack.enter_context(start(folder, direct.port)))
@@ -189,20 +199,13 @@ def _work(subject: Subject, folder: Path) -> dict[str, float]:
     return work_per_request(pid, subject.port, subject.request(body()), subject.neighbours, folder)
 
 
-def _production(
-    stack: ExitStack, folder: Path, upstream_port: int, poster_core: int
-) -> AbstractContextManager[Subject]:
+def _production(stack: ExitStack, folder: Path, upstream_port: int) -> AbstractContextManager[Subject]:
     from tests.services import Postgres, Valkey, running
 
     postgres, valkey = stack.enter_context(running(Postgres())), stack.enter_context(running(Valkey()))
-    return tallygate(
-        folder,
-        upstream_port,
-        name="with PostgreSQL, Valkey",
-        database=postgres.url(postgres.create_database()),
-        counters=valkey.url,
-        poster_core=poster_core,
-    )
+    database = postgres.url(postgres.create_database())
+    name = "with PostgreSQL, Valkey"
+    return tallygate(folder, upstream_port, name=name, database=database, counters=valkey.url)
 
 
 def main() -> None:
@@ -214,7 +217,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--production", action="store_true", help="also with PostgreSQL and Valkey")
     parser.add_argument("--peers", action="store_true", help="also LiteLLM and Portkey")
-    parser.add_argument("--one-core", action="store_true", help="the poster shares the gateway's core")
+    parser.add_argument("--one-core", action="store_true", help="also with the poster on the gateway's core")
     arguments = parser.parse_args()
     report = run(arguments)
     show(Console(width=None if sys.stdout.isatty() else 120), report)

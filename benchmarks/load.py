@@ -36,6 +36,8 @@ class Result(msgspec.Struct, kw_only=True):
     chunks_per_second: float = 0.0
     received_bytes: int = 0
     memory_added_mb: float = 0.0
+    cpu_us: float = 0.0
+    """Of the server's process, all threads, per request."""
 
 
 @dataclass(slots=True)
@@ -161,8 +163,15 @@ async def connect(make: Callable[[], Client], port: int) -> Client:
     return client
 
 
-async def closed_loop(port: int, request: bytes, connections: int, seconds: float, warmup_s: float = 0.5) -> Result:
-    """Each connection sends its next request as soon as the last is answered."""
+async def closed_loop(
+    port: int,
+    request: bytes,
+    connections: int,
+    seconds: float,
+    warmup_s: float = 0.5,
+    warm: Callable[[], None] = lambda: None,
+) -> Result:
+    """Each connection sends its next request as soon as the last is answered. `warm` is called when counting begins."""
     sample, finished = Sample(), asyncio.Event()
     stop_at = time.perf_counter() + warmup_s + seconds
     active = connections
@@ -182,6 +191,7 @@ async def closed_loop(port: int, request: bytes, connections: int, seconds: floa
     for client in clients:
         client.ask()
     await asyncio.sleep(warmup_s)
+    warm()
     started = time.perf_counter()
     for name in ("latencies_s", "first_bytes_s"):
         getattr(sample, name).clear()

@@ -25,7 +25,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
 def _cell(label: str, subjects: dict[str, dict[str, float]]) -> Table:
     streamed, sized, base = "stream" in label, "body" in label, subjects.get("floor", {}).get("per_second", 0)
     table = Table(title=label, title_justify="left")
-    columns = ["", "req/s", "spread", "p50 ms", "p99 ms", "p99 spread", "× floor", "errors"]
+    columns = ["", "req/s", "spread", "p50 ms", "p99 ms", "p99 spread", "× floor", "CPU us", "errors"]
     columns += ["first byte p50", "chunks/s"] if streamed else ["memory added MB"] if sized else []
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
@@ -38,6 +38,7 @@ def _cell(label: str, subjects: dict[str, dict[str, float]]) -> Table:
             f"{row['p99_ms']:.2f}",
             f"{row['p99_low_ms']:.1f}–{row['p99_high_ms']:.1f}",
             f"{row['per_second'] / base:.2f}" if base else "",
+            f"{row['cpu_us']:,.0f}" if row["cpu_us"] else "",
             f"{row['errors']:.0f}",
         ]
         if streamed:

@@ -50,6 +50,8 @@ class Subject:
     neighbours: dict[str, int] = field(default_factory=dict)
     """TCP ports of what it talks to."""
     is_peer: bool = False
+    counters: str = "memory"
+    on_one_core: bool = False
 
     def request(self, body: bytes) -> bytes:
         return request_bytes(self.port, self.key, body, self.headers)
@@ -117,7 +119,17 @@ def tallygate(
             neighbours |= {"SQL": urlsplit(database).port or 5432}
         if counters != "memory":
             neighbours |= {"counters": urlsplit(counters).port or 6379}
-        yield Subject(name, port, key, worker, facts, commands, neighbours=neighbours)
+        yield Subject(
+            name,
+            port,
+            key,
+            worker,
+            facts,
+            commands,
+            neighbours=neighbours,
+            counters=counters,
+            on_one_core=poster_core == GATEWAY_CORE,
+        )
 
 
 def configuration(upstream_port: int, database: str | None, counters: str) -> dict[str, Any]:
