@@ -1,6 +1,6 @@
 """A worker process of its own: spends as fast as it can until it is refused, and writes down what it was told.
 
-python -m tests.ledger_flow.spender URL JOURNAL_DIR SLOT HOUSE.json LOG [--until-killed] [--admitted-at MS]
+python -m tests.ledger_flow.spender URL JOURNAL_DIR SLOT HOUSE.json LOG [--until-killed] [--admitted-at MS] [--slowly]
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ async def main(
     log_file: str,
     forever: bool,
     admitted_ms: int | None,
+    pause_s: float,
 ) -> None:
     house = House(await Database.open(url), Path(journal_dir), **given)
     gate = await Gate.open(house.db, house.journal_dir, int(slot))
     refreshing = asyncio.create_task(_refresh(gate))
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    await asyncio.gather(*(_client(house, gate, log, number, forever, admitted_ms) for number in range(CLIENTS)))
+    await asyncio.gather(
+        *(_client(house, gate, log, number, forever, admitted_ms, pause_s) for number in range(CLIENTS))
+    )
     refreshing.cancel()
     await asyncio.gather(refreshing, return_exceptions=True)  # before its connection is closed under it
     await gate.close()
@@ -46,7 +49,9 @@ async def _refresh(gate: Gate) -> None:
         await gate.refresh()
 
 
-async def _client(house: House, gate: Gate, log: int, number: int, forever: bool, admitted_ms: int | None) -> None:
+async def _client(
+    house: House, gate: Gate, log: int, number: int, forever: bool, admitted_ms: int | None, pause_s: float
+) -> None:
     """Half of the clients stream. Each line of the log is written before (S) or after (D) the ledger says so."""
     streamed = number % 2 == 1
     while True:
@@ -71,6 +76,7 @@ async def _client(house: House, gate: Gate, log: int, number: int, forever: bool
                 await asyncio.sleep(0.002)
         receipt = await hold.settle(used(100, produced))
         _write(log, f"D {ask.request_id} {receipt.billed_tokens} {receipt.cost_usd_pico}")
+        await asyncio.sleep(pause_s)
 
 
 def _write(log: int, line: str) -> None:
@@ -81,4 +87,5 @@ if __name__ == "__main__":
     url, journal_dir, slot, house_file, log_file, *options = sys.argv[1:]
     given = json.loads(Path(house_file).read_text())
     admitted_ms = int(options[options.index("--admitted-at") + 1]) if "--admitted-at" in options else None
-    asyncio.run(main(url, journal_dir, slot, given, log_file, "--until-killed" in options, admitted_ms))
+    pause_s = 0.1 if "--slowly" in options else 0.0
+    asyncio.run(main(url, journal_dir, slot, given, log_file, "--until-killed" in options, admitted_ms, pause_s))

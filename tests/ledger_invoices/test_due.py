@@ -92,14 +92,14 @@ def foots(month: Statement) -> bool:
     )
 
 
-async def test_promo_credit_its_use_and_its_end_have_lines_of_their_own_and_are_not_billed(house: House) -> None:
-    await give(house, 5, at_ms=START_MS + 1, expires_at_ms=END_MS - 1)
-    await spend(house, 2)
-    await house.gates.pop().close()
-    await house.post()
-    async with house.db.begin() as c:
+async def test_promo_credit_its_use_and_its_end_have_lines_of_their_own_and_are_not_billed(sqlite_house: House) -> None:
+    await give(sqlite_house, 5, at_ms=START_MS + 1, expires_at_ms=END_MS - 1)
+    await spend(sqlite_house, 2)
+    await sqlite_house.gates.pop().close()
+    await sqlite_house.post()
+    async with sqlite_house.db.begin() as c:
         await expire_grants(c, by(END_MS - 1))
-    month = await draft(house, LAST_MONTH)
+    month = await draft(sqlite_house, LAST_MONTH)
     assert foots(month)
     assert [(line.kind, line.amount_pico) for line in month.movements] == [
         ("grant", 5 * CENT),
@@ -115,7 +115,7 @@ async def test_promo_credit_its_use_and_its_end_have_lines_of_their_own_and_are_
         "Promo credit given 赠金",
         "Promo credit expired 赠金过期",
     ]
-    await proven(house)
+    await proven(sqlite_house)
 
 
 async def test_what_promo_credit_did_not_cover_is_billed_and_the_closing_balance_is_what_the_accounts_hold(
@@ -155,38 +155,40 @@ async def test_a_paid_invoice_refills_the_credit_line_once(house: House) -> None
     await proven(house)
 
 
-async def test_only_what_was_drawn_on_credit_is_due_and_fractions_of_it_are_asked_for_later(house: House) -> None:
-    await without_balance(house)
-    await house.top_up(UNIT)
-    await limit(house, "1")
-    await spend(house, 2)
-    first = await closed(house)
+async def test_only_what_was_drawn_on_credit_is_due_and_fractions_of_it_are_asked_for_later(
+    sqlite_house: House,
+) -> None:
+    await without_balance(sqlite_house)
+    await sqlite_house.top_up(UNIT)
+    await limit(sqlite_house, "1")
+    await spend(sqlite_house, 2)
+    first = await closed(sqlite_house)
     assert (first.billed_pico, first.due_pico) == (2 * CENT, CENT)
-    await spend(house, 19, THIS_MONTH)
-    month = await draft(house)
+    await spend(sqlite_house, 19, THIS_MONTH)
+    month = await draft(sqlite_house)
     assert foots(month)
     assert month.carry_in_pico + 19 * UNIT == 20 * UNIT + UNIT - 2 * CENT
     assert (month.on_credit_pico, month.due_pico) == (19 * UNIT, 20 * CENT)
-    second = await closed(house, THIS_MONTH)
+    second = await closed(sqlite_house, THIS_MONTH)
     assert first.due_pico + second.due_pico == 20 * UNIT
 
 
-async def test_a_void_invoice_gives_back_what_it_asked_for(house: House) -> None:
-    await without_balance(house)
-    await limit(house, "1")
-    await spend(house, 3)
-    first = await closed(house)
-    before = await used_and_free(house)
-    await mark(house, first, "void")
-    assert await used_and_free(house) == before
-    again = await finalized(house)
+async def test_a_void_invoice_gives_back_what_it_asked_for(sqlite_house: House) -> None:
+    await without_balance(sqlite_house)
+    await limit(sqlite_house, "1")
+    await spend(sqlite_house, 3)
+    first = await closed(sqlite_house)
+    before = await used_and_free(sqlite_house)
+    await mark(sqlite_house, first, "void")
+    assert await used_and_free(sqlite_house) == before
+    again = await finalized(sqlite_house)
     assert (again.due_pico, again.carry_out_pico) == (first.due_pico, first.carry_out_pico)
     assert again.number != first.number
-    await mark(house, again, "void")
-    await spend(house, 1, THIS_MONTH)
-    later = await draft(house)
+    await mark(sqlite_house, again, "void")
+    await spend(sqlite_house, 1, THIS_MONTH)
+    later = await draft(sqlite_house)
     assert later.due_pico == min(later.billed_pico, 4 * CENT)
-    await proven(house)
+    await proven(sqlite_house)
 
 
 async def test_a_credit_note_takes_off_what_is_due_and_then_goes_to_the_balance(house: House) -> None:
@@ -218,19 +220,19 @@ async def test_a_credit_note_takes_off_what_is_due_and_then_goes_to_the_balance(
     await proven(house)
 
 
-async def test_a_credit_note_is_whole_cents_with_a_reason_and_a_document(house: House) -> None:
-    await spend(house, 4)
-    invoice = await closed(house)
-    async with house.db.begin() as c:
+async def test_a_credit_note_is_whole_cents_with_a_reason_and_a_document(sqlite_house: House) -> None:
+    await spend(sqlite_house, 4)
+    invoice = await closed(sqlite_house)
+    async with sqlite_house.db.begin() as c:
         for amount, reference, reason in ((CENT + 1, "r", "x"), (-CENT, "r", "x"), (CENT, " ", "x"), (CENT, "r", "")):
             with pytest.raises(Invalid):
                 await credit_invoice(c, by(), invoice.id, amount, reference=reference, reason=reason)
-    note = await credit(house, invoice, 3)
-    async with house.db.read() as c:
+    note = await credit(sqlite_house, invoice, 3)
+    async with sqlite_house.db.read() as c:
         document = await invoices.statement_of_invoice(c, note.id)
     for name in ("csv", "xlsx", "pdf", "focus"):
         assert format_named(name).write(document)
     plain = json.loads(format_named("json").write(document))
     assert (plain["kind"], plain["refers_to"], plain["amounts"]["billed"]) == ("credit_note", invoice.number, "-0.03")
     assert plain["lines"][0]["description"] == "Credit: outage"
-    await proven(house)
+    await proven(sqlite_house)

@@ -106,78 +106,78 @@ async def test_closing_again_changes_nothing_and_who_closed_it_is_in_the_audit_c
     assert [(month.period, month.state) for month in listed.items] == [(LAST_MONTH, "closed")]
 
 
-async def test_a_month_that_is_not_over_or_not_closed_has_no_invoice(house: House) -> None:
-    assert (await step(house, THIS_MONTH)).state == "open"
+async def test_a_month_that_is_not_over_or_not_closed_has_no_invoice(sqlite_house: House) -> None:
+    assert (await step(sqlite_house, THIS_MONTH)).state == "open"
     with pytest.raises(Invalid, match="not over"):
-        await house.try_to_close(THIS_MONTH, ZONE, finance())
+        await sqlite_house.try_to_close(THIS_MONTH, ZONE, finance())
     with pytest.raises(Conflict, match="tallygate month close"):
-        await finalized(house)
+        await finalized(sqlite_house)
 
 
-async def test_a_running_request_stays_in_its_month_and_the_close_waits_for_it(house: House) -> None:
-    gate = await house.gate()
-    hold = await gate.hold(in_month(house))
-    await step(house)
+async def test_a_running_request_stays_in_its_month_and_the_close_waits_for_it(sqlite_house: House) -> None:
+    gate = await sqlite_house.gate()
+    hold = await gate.hold(in_month(sqlite_house))
+    await step(sqlite_house)
     await gate.refresh()
-    await house.post()
-    (waiting,) = (await step(house)).waiting_for
+    await sqlite_house.post()
+    (waiting,) = (await step(sqlite_house)).waiting_for
     assert "still runs 1 requests" in waiting
-    await run(gate, in_month(house))  # admitted after the close was asked for
+    await run(gate, in_month(sqlite_house))  # admitted after the close was asked for
     await hold.settle(used())
     await gate.refresh()
-    await house.post()
-    assert (await step(house)).state == "closed"
-    assert await months_of(house) == [(LAST_MONTH, None), (THIS_MONTH, None)]
+    await sqlite_house.post()
+    assert (await step(sqlite_house)).state == "closed"
+    assert await months_of(sqlite_house) == [(LAST_MONTH, None), (THIS_MONTH, None)]
 
 
-async def test_a_clock_that_jumps_back_admits_nothing_to_a_sealed_month(house: House) -> None:
-    gate = await house.gate()
-    await run(gate, in_month(house))
-    assert (await house.close_month(LAST_MONTH)).state == "closed"
-    invoice = await finalized(house)
-    await run(gate, in_month(house))
-    await run(gate, in_month(house))
-    await house.post()
-    assert await months_of(house) == [(LAST_MONTH, None), (THIS_MONTH, None), (THIS_MONTH, None)]
-    assert (await draft(house, LAST_MONTH)).exact_pico == invoice.exact_usd_pico
-    await proven(house, LAST_MONTH)
+async def test_a_clock_that_jumps_back_admits_nothing_to_a_sealed_month(sqlite_house: House) -> None:
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
+    assert (await sqlite_house.close_month(LAST_MONTH)).state == "closed"
+    invoice = await finalized(sqlite_house)
+    await run(gate, in_month(sqlite_house))
+    await run(gate, in_month(sqlite_house))
+    await sqlite_house.post()
+    assert await months_of(sqlite_house) == [(LAST_MONTH, None), (THIS_MONTH, None), (THIS_MONTH, None)]
+    assert (await draft(sqlite_house, LAST_MONTH)).exact_pico == invoice.exact_usd_pico
+    await proven(sqlite_house, LAST_MONTH)
 
 
 @pytest.mark.parametrize("killed", [False, True])
 async def test_a_slot_that_starts_again_admits_nothing_to_a_month_that_is_closing_or_closed(
-    house: House, killed: bool
+    sqlite_house: House, killed: bool
 ) -> None:
-    gate = await house.gate()
-    await run(gate, in_month(house))
-    await step(house)
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
+    await step(sqlite_house)
     await gate.refresh()  # it seals the month
     if killed:
-        crash(house, gate)
+        crash(sqlite_house, gate)
     else:
         await gate.close()
-        house.gates.remove(gate)
-    gate = await house.gate()
-    await run(gate, in_month(house))
+        sqlite_house.gates.remove(gate)
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
     await gate.refresh()
-    await house.post()
-    assert (await step(house)).state == "closed"
+    await sqlite_house.post()
+    assert (await step(sqlite_house)).state == "closed"
     await gate.close()
-    house.gates.remove(gate)
-    await run(await house.gate(), in_month(house))
-    await house.post()
-    assert await months_of(house) == [(LAST_MONTH, None), (THIS_MONTH, None), (THIS_MONTH, None)]
-    await proven(house)
+    sqlite_house.gates.remove(gate)
+    await run(await sqlite_house.gate(), in_month(sqlite_house))
+    await sqlite_house.post()
+    assert await months_of(sqlite_house) == [(LAST_MONTH, None), (THIS_MONTH, None), (THIS_MONTH, None)]
+    await proven(sqlite_house)
 
 
-async def test_a_stopped_slot_that_is_posted_needs_no_seal_and_one_that_is_not_is_named(house: House) -> None:
-    gate = await house.gate()
-    await run(gate, in_month(house))
+async def test_a_stopped_slot_that_is_posted_needs_no_seal_and_one_that_is_not_is_named(sqlite_house: House) -> None:
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
     await gate.close()
-    (waiting,) = (await step(house)).waiting_for
+    (waiting,) = (await step(sqlite_house)).waiting_for
     assert f"slot {gate.leases.slot_id} is stopped" in waiting
     assert "tallygate poster" in waiting
-    await house.post()
-    assert (await step(house)).state == "closed"
+    await sqlite_house.post()
+    assert (await step(sqlite_house)).state == "closed"
 
 
 async def test_a_lost_journal_holds_the_close_back_until_it_is_declared_lost(house: House) -> None:
@@ -271,50 +271,50 @@ async def test_a_row_that_is_posted_while_the_month_closes_is_either_in_it_or_la
     await proven(house, LAST_MONTH)
 
 
-async def test_a_month_turns_when_it_is_over_in_the_zone_of_the_team(house: House) -> None:
-    shanghai = house.team_id
-    gate = await house.gate()
-    await run(gate, in_month(house))
-    await house.furnish_another("far west", "USD", 10 * USD, timezone="UTC")
+async def test_a_month_turns_when_it_is_over_in_the_zone_of_the_team(sqlite_house: House) -> None:
+    shanghai = sqlite_house.team_id
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
+    await sqlite_house.furnish_another("far west", "USD", 10 * USD, timezone="UTC")
     for period in (LAST_MONTH, THIS_MONTH):
-        await run(gate, in_month(house, period))
+        await run(gate, in_month(sqlite_house, period))
     turn = By("finance", period_bounds(LAST_MONTH, ZONE)[1])
     for _ in range(2):
-        async with house.db.begin() as c:
+        async with sqlite_house.db.begin() as c:
             east, west = await close_in_zones(c, turn, LAST_MONTH, [ZONE, "UTC"])
         await gate.refresh()
-        await house.post()
+        await sqlite_house.post()
     assert (east.state, west.state) == ("closed", "open")
     assert "not over there until" in west.waiting_for[0]
-    last_hours = house.ask(at_ms=turn.at_ms + 3_600_000)  # in UTC it is still the month before
+    last_hours = sqlite_house.ask(at_ms=turn.at_ms + 3_600_000)  # in UTC it is still the month before
     await run(gate, last_hours)
-    await house.post()
-    rows = {row.request_id: row.period for row in await house.rows() if row.team_id != shanghai}
+    await sqlite_house.post()
+    rows = {row.request_id: row.period for row in await sqlite_house.rows() if row.team_id != shanghai}
     assert rows[last_hours.request_id] == LAST_MONTH
-    assert (await house.close_month(LAST_MONTH, "UTC")).state == "closed"
-    await proven(house)
+    assert (await sqlite_house.close_month(LAST_MONTH, "UTC")).state == "closed"
+    await proven(sqlite_house)
 
 
-async def test_a_record_in_suspense_is_decided_on_before_its_month_closes(house: House) -> None:
-    gate = await house.gate()
-    bad = settle(house, period=LAST_MONTH, charges=[Charge("nobody", 5)], usage=Usage(billed_tokens=0))
+async def test_a_record_in_suspense_is_decided_on_before_its_month_closes(sqlite_house: House) -> None:
+    gate = await sqlite_house.gate()
+    bad = settle(sqlite_house, period=LAST_MONTH, charges=[Charge("nobody", 5)], usage=Usage(billed_tokens=0))
     await gate.journal.append_durable(bad)
-    (waiting,) = (await house.close_month(LAST_MONTH)).waiting_for
+    (waiting,) = (await sqlite_house.close_month(LAST_MONTH)).waiting_for
     assert "is in suspense" in waiting
-    async with house.db.begin() as c:
+    async with sqlite_house.db.begin() as c:
         (aside,) = await list_suspended(c)
         await write_off(c, finance(), aside.slot_id, aside.epoch, aside.seq)
-    assert (await step(house)).state == "closed"
+    assert (await step(sqlite_house)).state == "closed"
 
 
-async def test_a_seal_is_journalled_once_and_only_for_months_that_are_closing(house: House) -> None:
-    gate = await house.gate()
-    await step(house)
+async def test_a_seal_is_journalled_once_and_only_for_months_that_are_closing(sqlite_house: House) -> None:
+    gate = await sqlite_house.gate()
+    await step(sqlite_house)
     for _ in range(3):
         await gate.refresh()
     assert gate.journal.seq == 1
-    await house.post()
-    await step(house)
+    await sqlite_house.post()
+    await step(sqlite_house)
     await gate.refresh()
     assert gate.journal.seq == 1
 
@@ -322,7 +322,7 @@ async def test_a_seal_is_journalled_once_and_only_for_months_that_are_closing(ho
 async def test_a_frozen_worker_is_waited_for_and_seals_when_it_goes_on(house: House, tmp_path: Path) -> None:
     await house.top_up(1_000 * USD)
     admitted = str(in_month(house).at_ms)
-    workers = [spender(house, slot, "--until-killed", "--admitted-at", admitted) for slot in (0, 1)]
+    workers = [spender(house, slot, "--until-killed", "--slowly", "--admitted-at", admitted) for slot in (0, 1)]
     stop = asyncio.Event()
     posting = asyncio.create_task(house.poster().run(stop))
     try:
@@ -358,14 +358,14 @@ async def _until_both_have_spent(folder: Path) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_closed_month_stays_closed_whatever_is_tried(house: House) -> None:
+async def test_a_closed_month_stays_closed_whatever_is_tried(sqlite_house: House) -> None:
     """What a hand changes in SQL is found by the proof."""
-    gate = await house.gate()
-    await run(gate, in_month(house))
-    await house.close_month(LAST_MONTH)
-    await finalized(house)
-    await proven(house)
-    async with house.db.begin() as c:
+    gate = await sqlite_house.gate()
+    await run(gate, in_month(sqlite_house))
+    await sqlite_house.close_month(LAST_MONTH)
+    await finalized(sqlite_house)
+    await proven(sqlite_house)
+    async with sqlite_house.db.begin() as c:
         await c.execute(text("UPDATE usage SET billed_in = :month"), {"month": THIS_MONTH})
     with pytest.raises(AssertionError):
-        await proven(house)
+        await proven(sqlite_house)
