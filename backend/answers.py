@@ -28,11 +28,13 @@ class AnswerWriter:
         tokenizer: Tokenizer,
         fingerprint: str,
         tools: bool = False,
+        echo: str = "",
     ) -> None:
         prefix = "chatcmpl-" if chat else "cmpl-"
         self.draft = draft
         self._chat = chat
         self._tools = tools
+        self._echo = echo
         self._shown: dict[int, int] = {}  # with tools: characters of each choice that were sent as content
         self._tokenizer = tokenizer
         self._sequences: Sequence[Running] = ()
@@ -82,7 +84,7 @@ class AnswerWriter:
                 if entry["message"].get("tool_calls") and finish == "stop":
                     entry["finish_reason"] = "tool_calls"
             else:
-                entry["text"] = text
+                entry["text"] = self._echo + text
             choices.append(entry)
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -102,6 +104,8 @@ class AnswerWriter:
         sequence = self._sequences[choice]
         if self._chat and first:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, None, with_usage)
+        if self._echo and first:
+            yield self._chunk(choice, {"content": self._echo}, None, None, with_usage)
         finish: str | None = update.finish_reason
         text = self._showable(choice, over=finish is not None) if self._tools else update.text
         if text or update.logprobs:

@@ -51,6 +51,7 @@ class Plan:
     include_usage: bool
     continuous_usage: bool
     tools: bool = False
+    echo: str = ""  # the prompt's text, where it is to stand before the answer
 
 
 def plan_chat(body: bytes, headers: Mapping[str, str], model: Model, served: tuple[str, ...]) -> Plan:
@@ -85,7 +86,10 @@ def plan_completion(body: bytes, headers: Mapping[str, str], model: Model, serve
     asked = wire.decode_completion(body)
     _check_model(asked.model, served)
     prompts = _prompts_of(asked, model)
-    return _plan(asked, prompts, headers, model, asked.logprobs, default_tokens=16)
+    plan = _plan(asked, prompts, headers, model, asked.logprobs, default_tokens=16)
+    if not asked.echo:
+        return plan
+    return replace(plan, echo=asked.prompt if isinstance(asked.prompt, str) else model.tokenizer.decode(prompts[0]))
 
 
 def _check_model(name: str, served: tuple[str, ...]) -> None:

@@ -84,6 +84,7 @@ def build_app(state: ServerState) -> Starlette:
             tokenizer=service.tokenizer,
             fingerprint=f"tallygate-{service.weights}",
             tools=plan.tools,
+            echo=plan.echo,
         )
         writer.start(answer.sequences)
         headers = {"x-tallygate-draft-model": plan.draft or "none"}

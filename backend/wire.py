@@ -89,9 +89,12 @@ def decode_chat(body: bytes) -> ChatBody:
 def decode_completion(body: bytes) -> CompletionBody:
     """Raises BadRequest naming the field."""
     found = _decode(body, CompletionBody)
-    for name in ("echo", "suffix", "best_of"):
-        if getattr(found, name):
-            raise BadRequest(f"`{name}` is not supported by this backend; leave it out", param=name)
+    if found.suffix:
+        raise BadRequest("`suffix` is not supported: this model continues a text and fills no gaps", param="suffix")
+    if found.best_of not in (None, found.n or 1):
+        raise BadRequest("`best_of` may only equal `n`: every generated answer is returned", param="best_of")
+    if found.echo and found.logprobs is not None:
+        raise BadRequest("`echo` is not supported together with `logprobs`; leave one out", param="echo")
     _between(found.logprobs, "logprobs", 0, _MAX_TOP_LOGPROBS)
     return found
 

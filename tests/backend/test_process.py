@@ -119,3 +119,22 @@ def test_the_bundled_target_speculates_without_changing_its_text(bundled: Path) 
     found = run(engine, [plain, dataclasses.replace(plain, id="fast", draft="x")])
     assert generated(found["plain"]) == generated(found["fast"]) == expected
     assert found["fast"].stats.target_passes < 20
+
+
+def test_a_long_answer_fetched_in_chunks_of_50_is_the_single_answer(bundled: Path) -> None:
+    """The client loop: the conversation, and the assistant's text so far, also while that is empty."""
+    tokenizer = load_tokenizer(bundled)
+    target = PackedModel(load_model(bundled, torch.float32, torch.device("cpu")), slots=2, capacity=512)
+    engine = Engine(target, tokenizer.decode, {"x": NgramDraft()}, policy=LengthPolicy(StepCosts(), fixed=3))
+    greedy = SamplingParams(temperature=0.0, logit_bias=((2, -100.0),))
+    asked = [{"role": "user", "content": "Write a product description for a ceramic tea set."}]
+    prompt = tokenizer.chat(asked)
+    whole = run(engine, [Request("whole", prompt, 100, greedy, draft="x")])["whole"]
+    text, exact = "", True
+    for chunk in range(2):
+        begun = tokenizer.chat([*asked, {"role": "assistant", "content": text}])
+        exact = exact and begun == whole.tokens[: len(begun)]
+        found = run(engine, [Request(f"chunk {chunk}", begun, 50, greedy, draft="x")])[f"chunk {chunk}"]
+        text += found.text.text
+    assert exact  # this text re-tokenises as it was generated, so the chunks have to be the whole
+    assert text == whole.text.text

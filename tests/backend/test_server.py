@@ -152,6 +152,29 @@ def test_completions_take_text_and_tokens(client: openai.OpenAI) -> None:
     assert len(text.choices[0].logprobs.tokens or []) == 4
 
 
+def test_echo_puts_the_prompt_before_the_answer_plain_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 6, "temperature": 0}
+    answer = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, echo=True).choices[0].text == "abc" + answer
+    assert client.completions.create(**{**asked, "prompt": [64, 65, 66]}, echo=True, best_of=1).choices[0].text == (
+        "abc" + answer
+    )
+    stream = client.completions.create(**asked, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "abc" + answer
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"echo": True, "logprobs": 1}, "echo")],
+)
+def test_what_completions_do_not_offer_is_refused_naming_the_field(
+    backend: tuple[str, ServerState], change: dict[str, Any], param: str
+) -> None:
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 2, **change}
+    answer = httpx.post(backend[0] + "/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 REFUSED = [
     ({"model": "gpt-9"}, 404, "model_not_found", "model"),
     ({"max_tokens": 0}, 400, None, "max_tokens"),

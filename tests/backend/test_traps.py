@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -224,15 +226,16 @@ def test_no_slot_leaks_on_cancel_error_or_plain_requests(model: Any) -> None:
     assert engine.scheduler.free_slots == 3
 
 
-def test_500_requests_with_random_cancels_leave_every_slot_free(model: Any) -> None:
+def test_500_requests_with_random_cancels_leave_every_slot_free_and_nothing_behind(model: Any) -> None:
     engine = build_engine(model, {"near": model_draft(near_copy(model, "llama")), "random": RandomDraft()})
     generator = torch.Generator().manual_seed(1)
-    texts, live = prompts(40), []
+    texts, live, all_of_them = prompts(40), [], weakref.WeakSet[Running]()
     for i in range(500):
         params = dataclasses.replace(GREEDY, seed=i)
         budget = int(torch.randint(1, 6, (), generator=generator))
         name = ("near", "random", None)[i % 3]
         live.append(engine.add(Request(str(i), texts[i % 40][:12], budget, params, draft=name)))
+        all_of_them.add(live[-1])
         if i % 3 == 0:
             engine.step()
         if i % 2:
@@ -244,6 +247,9 @@ def test_500_requests_with_random_cancels_leave_every_slot_free(model: Any) -> N
         engine.step()
     assert engine.scheduler.free_slots == 8
     assert not engine.scheduler.running
+    live.clear()
+    gc.collect()
+    assert len(all_of_them) <= 8  # a draft remembers whose text it read last in each slot
 
 
 def test_a_bad_pair_decodes_plainly_and_is_counted(model: Any) -> None:
