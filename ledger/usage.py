@@ -60,6 +60,8 @@ class UsageRow(msgspec.Struct, frozen=True):
     created_ms: int
     settled_ms: int
     period: str
+    billed_in: str | None
+    """The later month that bills it, when `period` was closed before it came."""
     team_id: str
     key_id: str
     end_user: str | None

@@ -35,6 +35,8 @@ class UsageAnswer(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     created_at: str
     period: str
+    billed_in: str | None
+    """The later month that bills it, when `period` was closed before it came."""
     team_id: str
     key_id: str
     end_user: str | None
