@@ -7,12 +7,15 @@ or whose rows need logit processors, run without a graph. Without CUDA the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.adaptive import LengthPolicy
+from backend.costs import LearnedCosts, StepCosts
 from backend.drafts import Draft, DraftJob, ModelDraft, NgramDraft
 from backend.head_draft import HeadDraft
 from backend.lean import LeanBody
@@ -22,6 +25,7 @@ from backend.sequence import Sequence as Running
 from backend.speculate import accepted_counts
 
 _LENGTHS = (0, 1, 2, 4, 8)
+_REPEATS = 3
 
 
 class FixedBatch:
@@ -31,7 +35,7 @@ class FixedBatch:
         self.model = model
         self.rows, self.count, self.length = rows, count, length
         device = model.device
-        self.slots = torch.arange(rows, device=device).repeat_interleave(count)
+        self.slots = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
         self.keys_at = torch.arange(length, device=device)
         self.positions = torch.zeros(rows * count, dtype=torch.int64, device=device)
         self.mask = torch.zeros(0)
@@ -112,6 +116,7 @@ class FixedRounds:
         assert target.lean is not None
         self._target = target
         self._capture = target.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None  # one graph runs at a time
         self.rounds = 0
         self._inputs = RoundInputs(target)
         self._noise = Noise(target.vocabulary, target.device)
@@ -123,6 +128,8 @@ class FixedRounds:
         if not all(row.request.sampling.plain and row.request.grammar is None for row in rows) or len(drafts) > 1:
             return False
         drafting = [row for row, length in zip(rows, lengths, strict=True) if length > 0]
+        if max(lengths, default=0) > _LENGTHS[-1]:
+            return False
         return all(_ready(draft, drafting) for draft in drafts)
 
     def run(
@@ -155,6 +162,45 @@ class FixedRounds:
             row.hidden = inputs.states[slot]
             results.append((drafted, drawn, verifier.logits[slot]))
         return results
+
+    @property
+    def slots(self) -> int:
+        return self._target.cache.slots
+
+    @torch.inference_mode()
+    def measure_target(self) -> dict[int, float]:
+        """Seconds of one verifying pass by packed tokens: rows times tokens a row, all of them scratch."""
+        found: dict[int, float] = {}
+        for rows in self._buckets():
+            for longest in _LENGTHS:
+                seconds = self._seconds(self._verifier(rows, longest, self._shortest()).run)
+                found[rows * (longest + 1)] = min(seconds, found.get(rows * (longest + 1), seconds))
+        return found
+
+    @torch.inference_mode()
+    def measure_draft(self, draft: Draft) -> dict[int, float]:
+        """Seconds of one draft step by rows. The draft is a ModelDraft or HeadDraft that can run here."""
+        steps = _LENGTHS[-2]
+        drafters = {rows: self._drafter(draft, rows, steps, self._shortest()) for rows in self._buckets()}
+        return {rows: self._seconds(run) / steps for rows, run in drafters.items()}
+
+    def _buckets(self) -> list[int]:
+        slots = self._target.cache.slots
+        return sorted({_at_least(rows, slots) for rows in range(1, slots + 1)})
+
+    def _shortest(self) -> int:
+        return _at_least(1, self._target.cache.capacity, 256)
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        """The best of a few runs with no slot active; nothing that a request knows is touched."""
+        self._inputs.fill((), (), None)
+        best = float("inf")
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            run()
+            self._inputs.drafted[:1, :1].tolist()  # waits for the device, as a round does
+            best = min(best, time.perf_counter() - started)
+        return best
 
     def _bring_states(self, rows: Sequence[Running]) -> None:
         for row in rows:
@@ -193,7 +239,8 @@ class FixedRounds:
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: another thread may use the device meanwhile, for metrics say
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
         replay: Callable[[], None] = graph.replay
         return replay
@@ -225,9 +272,9 @@ class _Verifier:
         logits = self._lean.logits(hidden)
         drawn = draw_in_place(
             logits.float(),
-            inputs.seed[:rows].repeat_interleave(count),
+            inputs.seed[:rows, None].expand(rows, count).reshape(-1),
             (places + 1).flatten(),
-            inputs.temperature[:rows].repeat_interleave(count),
+            inputs.temperature[:rows, None].expand(rows, count).reshape(-1),
             self._noise,
         ).view(rows, count)
         self.drawn.copy_(drawn)
@@ -289,6 +336,16 @@ class _HeadDrafter:
                 self._draft.noise,
             )
             inputs.drafted[:rows, step].copy_(tokens)
+
+
+def calibrate_fixed(fixed: FixedRounds, policy: LengthPolicy, drafts: Iterable[Draft]) -> None:
+    """Price rounds as they are run, captured; step by step they cost several times as much on a GPU."""
+    policy.target = LearnedCosts(StepCosts.measured(fixed.measure_target()))
+    slots = fixed.slots
+    for draft in drafts:
+        if isinstance(draft, ModelDraft | HeadDraft) and _ready(draft, ()):
+            points = fixed.measure_draft(draft)
+            draft.calibrate(StepCosts.measured({slots + 1: max(points.values()), **points}))
 
 
 def _ready(draft: Draft, rows: Sequence[Running]) -> bool:

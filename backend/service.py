@@ -19,6 +19,7 @@ from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
 from backend.errors import DraftNotSupported
 from backend.grammar import GrammarCompiler
+from backend.graphs import calibrate_fixed
 from backend.head_draft import HeadDraft
 from backend.loading import (
     BUNDLED_DRAFT,
@@ -115,6 +116,9 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
         queue_limit=settings.queue_limit,
         chunk_tokens=settings.chunk_tokens,
     )
+    if engine.fixed is not None and drafts and settings.draft_length is None:
+        progress("capturing rounds")
+        calibrate_fixed(engine.fixed, policy, {id(draft): draft for draft in drafts.values()}.values())
     labels = {name: draft.weights for name, draft in drafts.items()}
     _log.info("engine_ready", weights=settings.target, drafts=labels, seconds=round(time.monotonic() - started, 1))
     stop_tokens = stop_tokens_of(directory, tokenizer)

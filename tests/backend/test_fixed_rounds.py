@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from backend.drafts import Draft, NgramDraft
+from backend.graphs import calibrate_fixed
 from backend.sampling import Noise, Row, SamplingParams, draw, draw_in_place
 from backend.sequence import Request
 from tests.backend.families import (
@@ -68,6 +69,37 @@ def test_mixed_drafts_and_unready_drafts_run_in_packed_rounds() -> None:
     drafts: dict[str, Draft] = {"near": model_draft(near_copy(model, "llama")), "known": ScriptedDraft(plain)}
     engine = build_engine(model, drafts, fixed_rounds=True)
     assert {k: generated(s) for k, s in run(engine, requests).items()} == plain
+
+
+def test_measuring_fixed_rounds_between_requests_changes_no_answer_and_prices_every_step() -> None:
+    model = random_model("llama")
+    drafts: dict[str, Draft] = {"near": model_draft(near_copy(model, "llama")), "head": head_draft(model)}
+    engine = build_engine(model, drafts, fixed=3, slots=4, fixed_rounds=True)
+    requests = [
+        Request(str(i), prompt, 20, SamplingParams(temperature=0.0), draft=("near", "head")[i % 2])
+        for i, prompt in enumerate(prompts(4))
+    ]
+    plain = {k: generated(s) for k, s in run(build_engine(model), requests_without_drafts(requests)).items()}
+    sequences = [engine.add(request) for request in requests]
+    for _ in range(4):
+        engine.step()
+    assert engine.fixed is not None
+    calibrate_fixed(engine.fixed, engine.policy, drafts.values())
+    while not engine.idle:
+        engine.step()
+    assert {s.request.id: generated(s) for s in sequences} == plain
+    assert 0.0 < engine.policy.target(1) <= engine.policy.target(36)
+    assert all(draft.step_seconds(rows) > 0.0 for draft in drafts.values() for rows in (1, 3, 4))
+
+
+def test_a_length_beyond_the_captured_ones_runs_in_packed_rounds() -> None:
+    model = random_model("llama")
+    requests = [Request("a", prompts(1)[0], 30, SamplingParams(temperature=0.0), draft="self")]
+    engine = build_engine(model, {"self": model_draft(model)}, fixed=11, fixed_rounds=True)
+    engine.policy.longest = 11
+    found = run(engine, requests)["a"]
+    assert generated(found) == generated(run(build_engine(model), requests_without_drafts(requests))["a"])
+    assert found.stats.target_passes < 5
 
 
 def test_drawing_in_tensors_equals_drawing_by_rows() -> None:
