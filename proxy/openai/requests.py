@@ -28,7 +28,8 @@ _MEDIA_TOKENS = 4_096
 
 _MEDIA_MARK = re.compile(rb'"(?:image_url|input_audio|file)"')
 """Without one a prompt has no media, unless an escape spells it. It begins with one certain byte: that scans fast."""
-_ESCAPE = b"\\u00"
+_ESCAPE = re.compile(rb"\\(?=u00)")
+"""A look ahead, so that this one begins with one certain byte, too."""
 _EMPTY = re.compile(rb"\[\s*\]")
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -243,7 +244,7 @@ def prompt_tokens_bound(fields: Fields, body_bytes: int) -> int:
     Media count by piece, not by their bytes."""
     bound = body_bytes + _TEMPLATE_TOKENS
     messages = fields.get("messages")
-    if messages is None or not _may_hold_media(bytes(messages)):
+    if messages is None or not _may_hold_media(memoryview(messages)):
         return bound
     try:
         return max(1, bound - _surplus(msgspec.json.decode(messages)))
@@ -251,8 +252,8 @@ def prompt_tokens_bound(fields: Fields, body_bytes: int) -> int:
         return bound
 
 
-def _may_hold_media(messages: bytes) -> bool:
-    return _MEDIA_MARK.search(messages) is not None or _ESCAPE in messages
+def _may_hold_media(messages: memoryview) -> bool:
+    return _MEDIA_MARK.search(messages) is not None or _ESCAPE.search(messages) is not None
 
 
 def _surplus(value: Any) -> int:
