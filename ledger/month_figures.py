@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.billing import tokens_by_meter
@@ -65,13 +65,8 @@ async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Stat
     )
 
 
-def usage_billed_in(period: str) -> ColumnElement[bool]:
-    """The condition for the requests that a month bills: its own that came in time, and late ones of closed months."""
-    u = usage.c
-    return or_(and_(u.period == period, u.billed_in.is_(None)), u.billed_in == period)
-
-
 def rollup_billed_in(period: str) -> ColumnElement[bool]:
+    """The condition for what a month bills: its own usage that came in time, and late usage of closed months."""
     r = rollups.c
     return or_(and_(r.period == period, r.billed_in == ""), r.billed_in == period)
 
@@ -109,7 +104,8 @@ async def _usage_lines(
         if prices is not None:
             lines += _model_lines(model, version, late_of, sums, prices)
         else:  # the team changed its plan while the version was in force: some requests had one price, some another
-            where = (usage.c.team_id == team_id, usage.c.period == used_in, usage_billed_in(period))
+            billed_in = usage.c.billed_in == period if late_of else usage.c.billed_in.is_(None)
+            where = (usage.c.team_id == team_id, usage.c.period == used_in, billed_in)
             for index, part in (await _by_price(c, where, model, version, currency, known)).items():
                 lines += _model_lines(model, version, late_of, part, known[index])
     return lines, TokenTotals(**totals)
@@ -286,12 +282,11 @@ async def _carry_in(c: AsyncConnection, team_id: str, period: str) -> int:
 
 async def records_of(c: AsyncConnection, team_id: str, period: str) -> AsyncIterator[bytes]:
     """The SETTLE records that the month bills, as journalled, by request_id: the leaves of the Merkle tree."""
-    query = (
-        select(usage.c.record)
-        .where(usage.c.team_id == team_id, usage_billed_in(period))
-        .order_by(usage.c.request_id)
-        .execution_options(yield_per=5_000)
-    )
+    u = usage.c
+    of_team = select(u.request_id, u.record).where(u.team_id == team_id)
+    in_time = of_team.where(u.period == period, u.billed_in.is_(None))
+    both = union_all(in_time, of_team.where(u.billed_in == period)).subquery()  # each by an index of its own
+    query = select(both.c.record).order_by(both.c.request_id).execution_options(yield_per=5_000)
     async with c.stream_scalars(query) as records:
         async for record in records:
             yield bytes(record)
