@@ -126,12 +126,8 @@ async def list_months(c: AsyncConnection, now_ms: int, *, cursor: str | None = N
     """Those that are closing or closed, newest first."""
     p = periods.c
     query = select(periods).where(p.closing_ms.is_not(None) | (p.state == "closed"))
-    found = await page(c, query, [p.period, p.timezone], _row, cursor=cursor, limit=limit, newest_first=True)
+    found = await page(c, query, [p.period, p.timezone], lambda row: row, cursor=cursor, limit=limit, newest_first=True)
     return Page([await month_of(c, row.period, row.timezone, now_ms) for row in found.items], found.next_cursor)
-
-
-def _row(row: Any) -> Any:
-    return row
 
 
 async def month_of(c: AsyncConnection, period: str, timezone: str, now_ms: int) -> Month:
