@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -11,11 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.database import Database
 from ledger.errors import AlreadyAnswered, IdempotencyExpired, IdempotencyInProgress, IdempotencyMismatch
+from ledger.requests import Ask
 from ledger.schema import idempotency_claims
-
-if TYPE_CHECKING:
-    from ledger.hold import Ask
-
 
 DOUBTED_FOR_MS = 600_000
 """No server still commits for a connection that has been gone for so long."""

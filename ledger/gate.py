@@ -20,18 +20,20 @@ from ledger.billing import affordable_output, next_window
 from ledger.claims import DoubtfulClaims, claim
 from ledger.database import Database
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
-from ledger.hold import Ask, Hold, Outcome, Receipt, Tokens
+from ledger.hold import Hold
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
 from ledger.journal.segments import SEGMENT_BYTES
-from ledger.leases import RETRY_AFTER_MS, Fenced, Leases, Slice
+from ledger.leases import RETRY_AFTER_MS, Fenced, Leases
 from ledger.months import months_to_seal
 from ledger.plan_cache import PlanCache
-from ledger.plans import Part, Plan, Spender
+from ledger.plans import Part, Plan
 from ledger.prices import PriceBook
 from ledger.records import EpochClosed, Intent, Void
 from ledger.recovery import begin_epoch, recover
+from ledger.requests import Ask, Outcome, Receipt, Spender, Tokens
 from ledger.schema import epochs, slots
 from ledger.sealing import BillingMonths
+from ledger.slices import Slice
 
 __all__ = ["Ask", "Gate", "Hold", "Outcome", "Receipt", "Spender", "Tokens"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -12,10 +11,8 @@ from ledger.errors import LedgerUnavailable
 from ledger.leases import Leases
 from ledger.plans import Plan, has_end_user_budgets, make_plan
 from ledger.prices import PriceBook
+from ledger.requests import Ask
 from ledger.sealing import BillingMonths
-
-if TYPE_CHECKING:
-    from ledger.hold import Ask
 
 MAX_PLANS = 50_000
 Key = tuple[str, str, str | None]

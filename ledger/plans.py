@@ -8,35 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import accounts
 from ledger.billing import Limit, WorstCase
 from ledger.budgets import budget_period, ensure_budgets
-from ledger.leases import Leases, Slice
-from ledger.money import Currency
+from ledger.leases import Leases
 from ledger.periods import period_bounds, period_of, window_bounds
 from ledger.prices import PinnedPrice, PriceBook
 from ledger.quotas import Quota, applicable
+from ledger.requests import Spender
 from ledger.schema import accounts as accounts_table
 from ledger.schema import quotas
 from ledger.sealing import BillingMonth, BillingMonths
+from ledger.slices import Slice
 from ledger.spending import budget_id
 
 Part = tuple[Slice, int]
 """An amount of pico drawn from a slice."""
-
-
-class Spender(msgspec.Struct, frozen=True):
-    """On whose account a request runs."""
-
-    team_id: str
-    key_id: str
-    end_user: str | None
-    billing_currency: Currency
-    timezone: str
 
 
 class Plan:
