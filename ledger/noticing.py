@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.accounts import FUNDING, Account, funding, read_account
@@ -17,14 +17,14 @@ from ledger.budgets import budget_period
 from ledger.database import Database
 from ledger.money import format_amount
 from ledger.outbox import EventKind, record_event
-from ledger.periods import DEFAULT_TIMEZONE
+from ledger.periods import DEFAULT_TIMEZONE, HOUR_MS
 from ledger.quotas import Quota, list_quotas
-from ledger.schema import accounts, quotas, rollups, teams, topups, usage
+from ledger.schema import accounts, quotas, rollups, teams, topups
+from ledger.spending import spent_in
 
 PERCENTS = (50, 80, 100)
 LOW_PERCENT = 20
 """A balance is low when less than this is left of the latest top-up (without any: of the credit limit)."""
-HOUR_MS = 3_600_000
 MAX_REMEMBERED = 100_000
 
 
@@ -60,11 +60,12 @@ class Noticing:
 async def _hard_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
     """Budget accounts of the running periods of which half or more is spent."""
     a = accounts.c
+    spent = a.debits_pico + a.spent_before_pico
     query = (
         select(accounts, teams.c.timezone.label("team_timezone"))
         .join(quotas, quotas.c.id == a.quota_id)
         .outerjoin(teams, teams.c.id == a.team_id)
-        .where(a.kind == "budget", a.debits_pico > 0, 2 * a.debits_pico >= a.target_pico)
+        .where(a.kind == "budget", spent > 0, 2 * spent >= quotas.c.limit_value)
     )
     rows = (await c.execute(query)).all()
     found = {row.quota_id for row in rows}
@@ -73,7 +74,8 @@ async def _hard_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
     for row in rows:
         quota = by_id[row.quota_id]
         if row.period_start_ms == budget_period(quota, now_ms, row.team_timezone or DEFAULT_TIMEZONE):
-            notices += _reached(quota, row.period_start_ms, int(row.target_pico), int(row.debits_pico))
+            spent_pico = int(row.debits_pico) + int(row.spent_before_pico)
+            notices += _reached(quota, row.period_start_ms, quota.limit, spent_pico)
     return notices
 
 
@@ -88,24 +90,8 @@ async def _soft_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
     notices = []
     for quota in (await _quotas_by_id(c, zones)).values():
         start = budget_period(quota, now_ms, zones[quota.id])
-        notices += _reached(quota, start, quota.limit, await _spent(c, quota, start))
+        notices += _reached(quota, start, quota.limit, await spent_in(c, quota, start, None))
     return notices
-
-
-async def _spent(c: AsyncConnection, quota: Quota, start_ms: int) -> int:
-    """Pico of the quota's currency since `start_ms`. Hours are summed from the rollups; what is shorter, or one end
-    user's, from the rows themselves."""
-    by_rows = quota.scope == "end_user" or quota.window == "minute" or start_ms % HOUR_MS != 0
-    table = usage if by_rows else rollups
-    amount = table.c.cost_usd_pico if quota.currency == "USD" else table.c.cost_cny_pico
-    query = select(func.coalesce(func.sum(amount), 0))
-    query = query.where(usage.c.created_ms >= start_ms) if by_rows else query.where(rollups.c.hour_ms >= start_ms)
-    for column, wanted in (("team_id", quota.team_id), ("key_id", quota.key_id), ("model", quota.model)):
-        if wanted is not None:
-            query = query.where(table.c[column] == wanted)
-    if quota.end_user is not None:
-        query = query.where(usage.c.end_user == quota.end_user)
-    return int((await c.execute(query)).scalar_one())
 
 
 def _reached(quota: Quota, start_ms: int, limit_pico: int, spent_pico: int) -> list[Notice]:
