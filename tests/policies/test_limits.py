@@ -316,6 +316,17 @@ def test_a_clock_jump_resets_no_window_twice_and_none_never(store: Store, jump: 
     assert sum(store.ask(caller) is not None for _ in range(10)) == 5
 
 
+def test_a_full_minute_drains_on_when_the_clock_goes_back_an_hour(store: Store) -> None:
+    caller = store.new_caller(per_minute(6))
+    assert sum(store.ask(caller) is not None for _ in range(10)) == 6
+    store.pass_ms(-HOUR)
+    assert store.ask(caller) is None
+    assert store.refusal.retry_after_ms == 10_000
+    store.pass_ms(10_000)
+    assert store.ask(caller) is not None
+    assert store.ask(caller) is None
+
+
 def test_a_correction_after_the_turn_does_not_touch_the_new_window(store: Store) -> None:
     caller = store.new_caller(Quota("d", "team", "tokens", "day", 10))
     store.at(SHANGHAI_MONTH_TURN - 1)
