@@ -242,6 +242,23 @@ async def test_late_usage_goes_to_the_first_month_that_is_not_closed_either(hous
     await proven(house)
 
 
+async def test_what_a_restored_database_had_forgotten_is_late_usage_of_the_next_open_month(house: House) -> None:
+    gate = await house.gate(1)
+    await run(gate, in_month(house))
+    crash(house, gate)
+    async with house.db.begin() as c:
+        for table in ("leases", "epochs", "slots"):
+            await c.execute(text(f"DELETE FROM {table}"))
+        await c.execute(text("UPDATE accounts SET leased_pico = 0"))
+    assert (await step(house)).state == "closed"
+    invoice = await finalized(house)
+    await house.gate(1)
+    await house.post()
+    assert await months_of(house) == [(LAST_MONTH, THIS_MONTH)]
+    assert (await draft(house, LAST_MONTH)).merkle_root == invoice.merkle_root
+    await proven(house)
+
+
 async def test_a_row_that_is_posted_while_the_month_closes_is_either_in_it_or_late(house: House) -> None:
     """The poster locks the month's row for each batch: what the invoice seals is what it summed."""
     gate = await house.gate()
