@@ -290,9 +290,8 @@ class Gateway:
         reader = run.dialect.reader(run.request.id, call)
         answer = await in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         if not run.dialect.native and is_unstreamed(answer):
-            answer = Unstreamed(answer)
-            reader.is_whole = True
-        if deployment.upstream.counting.needs_text or reader.is_whole:
+            answer = Unstreamed(answer, reader)
+        if deployment.upstream.counting.needs_text:
             reader.keep_text()
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
         try:

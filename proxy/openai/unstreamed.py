@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from proxy.http1 import ConnectionLost
-from proxy.openai.sse import DONE_EVENT, data_event
+from proxy.openai.chunks import StreamReader
+from proxy.openai.sse import BYTE_ORDER_MARK, DONE_EVENT, data_event
 from proxy.upstream import Answer, read_all
 
 _KEPT = ("id", "created", "model", "service_tier", "system_fingerprint", "usage")
@@ -22,20 +23,31 @@ def is_unstreamed(answer: Answer) -> bool:
 
 
 class Unstreamed:
-    """Behaves as the stream that the upstream should have sent; what is no answer breaks it off."""
+    """Behaves as the stream that the upstream should have sent; what is no answer breaks it off. A stream that is only
+    called JSON passes."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, reader: StreamReader) -> None:
         self._answer = answer
-        self._told = False
+        self._reader = reader
+        self._first = True
         self.status = answer.status
         self.headers = answer.headers
 
     async def chunk(self) -> bytes:
-        if self._told:
-            return b""
-        body = await read_all(self._answer)
-        self._told = True
-        return as_events(body)
+        if not self._first:
+            return b"" if self._reader.is_whole else await self._answer.chunk()
+        self._first = False
+        begins = b""
+        while not begins.strip():
+            part = await self._answer.chunk()
+            begins += part
+            if not part:
+                break
+        if begins.strip().startswith((b"data:", b"event:", b"id:", b"retry:", b":", BYTE_ORDER_MARK)):
+            return begins
+        self._reader.is_whole = True
+        self._reader.keep_text()
+        return as_events(begins + await read_all(self._answer))
 
     def close(self) -> None:
         self._answer.close()

@@ -205,6 +205,7 @@ FAULTS: dict[str, Fault] = {
     "raw-deflate": Fault(encoding="raw-deflate"),
     "wrong-encoding": Fault(encoding="br-lie"),
     "wrong-content-type": Fault(content_type="text/plain"),
+    "called-json": Fault(content_type="application/json"),
     "plain-for-stream": Fault(answers_as="plain"),
     "stream-for-plain": Fault(answers_as="stream"),
     # -- pace
