@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from zoneinfo import ZoneInfo
 
+from ledger.errors import Invalid
 from ledger.money import FxRate, MoneyError, parse_price
+from ledger.periods import zone
 from policies.access import parse_networks
 
 if TYPE_CHECKING:
@@ -187,8 +188,8 @@ def _check_billing(settings: Settings, complain: Complain) -> None:
     except MoneyError as error:
         complain("fx.USD_CNY", str(error))
     try:
-        ZoneInfo(settings.billing.timezone)
-    except (KeyError, ValueError, OSError):
+        zone(settings.billing.timezone)
+    except Invalid:
         complain(
             "billing.timezone", f"no such time zone: {settings.billing.timezone!r}; for example Asia/Shanghai or UTC"
         )

@@ -298,6 +298,9 @@ class Supervisor:
             if await _readable(reader, REPLACEMENT_WITHIN_S) and os.read(reader, 1):
                 new.role = self.plan.gateway(slot)  # if it ends one day, its successor replaces nobody
                 return new
+        except BaseException:  # we are told to stop
+            new.kill()
+            raise
         finally:
             os.close(reader)
         self._say(f"the workers are not replaced: gateway {slot} does not serve: {new.last_words()}; {new.role.log}")

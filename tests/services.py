@@ -261,6 +261,11 @@ class Postgres:
     def thaw(self) -> None:
         self.server.thaw()
 
+    def trust(self, network: str) -> None:
+        """Let clients of this network in too."""
+        with (self._data / "pg_hba.conf").open("a") as file:
+            file.write(f"host all all {network} trust\n")
+
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 

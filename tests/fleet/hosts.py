@@ -25,15 +25,28 @@ PRICE = {"currency": "USD", "input": "0.28", "output": "0.42"}
 
 
 class Host(Served):
-    """`tallygate serve` with its own folder. `changes` go into its configuration, section by section."""
+    """`tallygate serve` with its own folder. `changes` go into its configuration, section by section. It listens on
+    `address`; `within` is put before its command line."""
 
-    def __init__(self, folder: Path, database: str, counters: str, upstream: str, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        database: str,
+        counters: str,
+        upstream: str,
+        *,
+        address: str = "127.0.0.1",
+        within: tuple[str, ...] = (),
+        **changes: Any,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
+        self.address = address
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{address}:{self.port}"
+        secret = "the-secret-of-all-hosts"
         self.config: dict[str, Any] = {
-            "server": {"port": self.port, "workers": 2, "key_secret": "the-secret-of-all-hosts"},
+            "server": {"host": address, "port": self.port, "workers": 2, "key_secret": secret},
             "storage": {"database": database, "counters": counters},
             "admin_token": ADMIN_TOKEN,
             "upstreams": {"legacy": {"base_url": upstream, "max_concurrency": 1_024}},
@@ -42,7 +55,7 @@ class Host(Served):
         for section, values in changes.items():
             self.config[section] = {**self.config.get(section, {}), **values}
         self.write_config()
-        command = [sys.executable, "-P", "-m", "proxy.cli", "serve", *self.options]
+        command = [*within, sys.executable, "-P", "-m", "proxy.cli", "serve", *self.options]
         environ = {"TALLYGATE_ADMIN_TOKEN": "", "TALLYGATE_CONFIG": ""}
         super().__init__(command, ready=self._complete, env=environ, cwd=folder, ready_within_s=90)
 

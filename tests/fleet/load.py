@@ -71,8 +71,9 @@ class _Answer:
 class Client:
     """One connection at a time, kept while the server keeps it."""
 
-    def __init__(self, port: int, key: str) -> None:
+    def __init__(self, port: int, key: str, address: str = "127.0.0.1") -> None:
         self.port = port
+        self.address = address
         self._key = key
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -104,7 +105,7 @@ class Client:
     async def _exchange(self, body: bytes) -> _Answer:
         if self._reader is None or self._writer is None or self._reader.at_eof():
             self.close()
-            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self.port)
+            self._reader, self._writer = await asyncio.open_connection(self.address, self.port)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self._key}\r\n"
         self._writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         answer = _Answer()
@@ -128,6 +129,7 @@ async def load(
     pause_s: float = 0.0,
     tally: Tally | None = None,
     requests: int | None = None,
+    address: str = "127.0.0.1",
 ) -> Tally:
     """So many clients ask in turn, each on one port, until `until()` or so many requests in all."""
     tally = Tally() if tally is None else tally
@@ -135,7 +137,7 @@ async def load(
     base = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4, **(body or {})}
 
     async def one(number: int) -> None:
-        client = Client(ports[number % len(ports)], keys[number % len(keys)])
+        client = Client(ports[number % len(ports)], keys[number % len(keys)], address)
         try:
             while not until() and (requests is None or next(asked) < requests):
                 tally.outcomes.append(await client.ask(base))

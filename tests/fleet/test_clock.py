@@ -15,11 +15,12 @@ import pytest
 
 from tests.fleet.hosts import Fleet, Host
 from tests.fleet.load import Client
-from tests.services import Valkey, wait_until
+from tests.services import Postgres, Valkey, running, wait_until
 from tests.upstream.process import FakeUpstream
 
 SOURCE = Path(__file__).with_name("shifted_clock.c")
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
+SHORTLY_BEFORE = "2026-11-30T23:30:00+08:00"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
@@ -48,28 +49,33 @@ class Clock:
             file.write(struct.pack("q", self.shift_s))
 
 
-@pytest.fixture
-def clock(tmp_path: Path) -> Clock:
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Clock:
     if COMPILER is None:
         pytest.skip("needs a C compiler to shift the clock of other processes")
-    return Clock(tmp_path)
+    return Clock(tmp_path_factory.mktemp("clock"))
 
 
-@pytest.fixture
-def shifted(
-    tmp_path: Path, clock: Clock, ledger_postgres_url: str, upstream: FakeUpstream
-) -> Iterator[tuple[Host, Valkey]]:
-    """A host with one worker and a Valkey, all by `clock`: half an hour before the month turns in Shanghai."""
-    clock.set("2026-11-30T23:30:00+08:00")
-    valkey = Valkey(environ=clock.environ)
-    try:
-        valkey.start()
-        host = Host(tmp_path / "host", ledger_postgres_url, valkey.url, upstream.base_url, server={"workers": 1})
-        host.add_environ(clock.environ)
-        with host:
-            yield host, valkey
-    finally:
-        valkey.close()
+@pytest.fixture(scope="module")
+def host(
+    tmp_path_factory: pytest.TempPathFactory, clock: Clock, postgres: Postgres, upstream_process: FakeUpstream
+) -> Iterator[Host]:
+    """A host with one worker, and its Valkey, all by `clock`."""
+    clock.set(SHORTLY_BEFORE)
+    name = postgres.create_database()
+    with running(Valkey(environ=clock.environ)) as valkey:
+        folder = tmp_path_factory.mktemp("fleet") / "host"
+        made = Host(folder, postgres.url(name), valkey.url, upstream_process.base_url, server={"workers": 1})
+        made.add_environ(clock.environ)
+        with made:
+            yield made
+    postgres.drop_database(name)
+
+
+@pytest.fixture(autouse=True)
+def november(clock: Clock) -> None:
+    """Half an hour before the month turns in Shanghai; another test may have left the clock in another year."""
+    clock.set(SHORTLY_BEFORE)
 
 
 def passed(host: Host, key: str, requests: int, code: str = "rate_limit_exceeded") -> int:
@@ -86,8 +92,7 @@ def passed(host: Host, key: str, requests: int, code: str = "rate_limit_exceeded
     return answers.count("200")
 
 
-def test_a_month_turns_once_in_each_zone_however_the_clock_jumps(shifted: tuple[Host, Valkey], clock: Clock) -> None:
-    host, _ = shifted
+def test_a_month_turns_once_in_each_zone_however_the_clock_jumps(host: Host, clock: Clock) -> None:
     fleet = Fleet([host])
     month = {"metric": "requests", "window": "month", "limit": 5}
     shanghai = fleet.new_key(month, timezone="Asia/Shanghai")
@@ -105,10 +110,7 @@ def test_a_month_turns_once_in_each_zone_however_the_clock_jumps(shifted: tuple[
     assert (passed(host, shanghai, 7), passed(host, utc, 7)) == (5, 0)
 
 
-def test_a_spend_limit_turns_with_its_month_and_spend_is_never_wiped(
-    shifted: tuple[Host, Valkey], clock: Clock
-) -> None:
-    host, _ = shifted
+def test_a_spend_limit_turns_with_its_month_and_spend_is_never_wiped(host: Host, clock: Clock) -> None:
     fleet = Fleet([host])
     limit = {"metric": "spend", "window": "month", "limit": "0.0001", "currency": "USD"}
     key = fleet.new_key(limit, timezone="Asia/Shanghai")
@@ -134,10 +136,7 @@ def test_a_spend_limit_turns_with_its_month_and_spend_is_never_wiped(
     assert fleet.verify(host)["ok"]
 
 
-def test_a_minutes_limit_is_neither_stuck_nor_doubled_by_a_clock_that_goes_back(
-    shifted: tuple[Host, Valkey], clock: Clock
-) -> None:
-    host, _ = shifted
+def test_a_minutes_limit_is_neither_stuck_nor_doubled_by_a_clock_that_goes_back(host: Host, clock: Clock) -> None:
     key = Fleet([host]).new_key({"metric": "requests", "window": "minute", "limit": 60})
     began = time.monotonic()
     assert passed(host, key, 75) >= 60

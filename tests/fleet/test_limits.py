@@ -35,7 +35,7 @@ async def use_up(fleet: Fleet, key: str, requests: int, **options: Any) -> Tally
 
 async def test_200_clients_on_two_hosts_get_a_minutes_limit_and_what_refills_meanwhile(fleet: Fleet) -> None:
     key = fleet.new_key({"metric": "requests", "window": "minute", "limit": 1_000})
-    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_600)
+    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_200)
     assert set(tally.statuses()) <= EXPECTED, tally.statuses()
     assert 1_000 <= tally.count(200) <= 1_000 * (1 + span_s(tally) / 60)
 
@@ -43,15 +43,15 @@ async def test_200_clients_on_two_hosts_get_a_minutes_limit_and_what_refills_mea
 async def test_a_burst_gets_exactly_the_limit(fleet: Fleet) -> None:
     """An hour's limit, of which a request comes back in 3.6 s."""
     key = fleet.new_key({"metric": "requests", "window": "hour", "limit": 1_000})
-    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_400)
+    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_150)
     assert set(tally.statuses()) <= EXPECTED, tally.statuses()
     assert 1_000 <= tally.count(200) <= 1_000 + span_s(tally) / 3.6
 
 
-@pytest.mark.parametrize("window", ["day", "month", "total"])
+@pytest.mark.parametrize("window", ["month", "total"])
 async def test_calendar_limits_are_exact_to_the_request(fleet: Fleet, window: str) -> None:
     key = fleet.new_key({"metric": "requests", "window": window, "limit": 150})
-    tally = await use_up(fleet, key, 400)
+    tally = await use_up(fleet, key, 250)
     assert tally.count(200) == 150
 
 
@@ -59,7 +59,7 @@ async def test_of_eight_concurrent_requests_there_are_never_nine(fleet: Fleet, u
     """The oracle is the provider: from its own log, how many it was answering at once."""
     key = fleet.new_key({"metric": "concurrency", "limit": 8})
     fault = {"x_fault": {"first_chunk_delay_ms": 40}}
-    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_500, body=fault)
+    tally = await load(fleet.ports, [key], CLIENTS, never, requests=700, body=fault)
     assert set(tally.statuses()) <= EXPECTED, tally.statuses()
     entries = upstream.wait_for_entries(tally.count(200))
     assert most_at_once(entries) == 8
@@ -68,7 +68,7 @@ async def test_of_eight_concurrent_requests_there_are_never_nine(fleet: Fleet, u
 async def test_tokens_end_within_one_requests_estimate_of_the_limit(fleet: Fleet, upstream: FakeUpstream) -> None:
     limit, most_tokens = 6_000, 16
     key = fleet.new_key({"metric": "tokens", "window": "total", "limit": limit})
-    tally = await use_up(fleet, key, 600, body={"max_tokens": most_tokens})
+    tally = await use_up(fleet, key, 350, body={"max_tokens": most_tokens})
     used = sum(outcome.billed_tokens for outcome in tally.outcomes)
     produced = sum(entry["prompt_tokens"] + entry["produced_tokens"] for entry in upstream.entries())
     last = tally.outcomes[-1]

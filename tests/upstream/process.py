@@ -15,7 +15,7 @@ from tests.services import Served, free_port, own_folder, wait_until
 class FakeUpstream(Served):
     """`base_url` is what a configuration names; `entries()` is what really was produced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
         self.port = free_port()
         self._folder = own_folder("upstream")
         self._log = self._folder / "log.jsonl"
@@ -28,6 +28,7 @@ class FakeUpstream(Served):
             str(self.port),
             "--log",
             self._log,
+            *options,
         ]
         super().__init__(command, ready=f"http://127.0.0.1:{self.port}/health")
 

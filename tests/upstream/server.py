@@ -362,10 +362,10 @@ class Exchange:
         await writer.end()
 
 
-async def serve(port: int, log_path: str | None) -> None:
-    """Serve on 127.0.0.1 until cancelled."""
+async def serve(port: int, log_path: str | None, host: str = "127.0.0.1") -> None:
+    """Serve until cancelled."""
     provider = Provider(log_path)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(provider), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(lambda: Connection(provider), host, port, backlog=1024)
     async with server:
         await server.serve_forever()
