@@ -39,7 +39,7 @@ from tests.ledger_flow.killable import GatewayWorker, Killable, poster
 from tests.ledger_flow.material import USD, now_ms
 from tests.upstream.process import FakeUpstream
 
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "4"))
 SECONDS = float(os.environ.get("SECONDS", "0"))
 CLIENTS = 16
 SLOTS = 2
