@@ -85,7 +85,7 @@ class LengthPolicy:
         return share * self.draw_seconds
 
     def _draft_seconds(self, name: str, draft: Draft) -> Callable[[int], float]:
-        scale = self._draft_scales.get(name, 1.0)
+        scale = self._draft_scales.get(name, 1.0) * self.target.slowness
         return lambda rows: scale * draft.step_seconds(rows)
 
     def _cap(self, row: Running, drafts: Mapping[str, Draft], capacity: int) -> int:

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_RATE = 0.05  # share of an error that one round corrects, once the size has been run often; more before that
-_FOLLOW = 0.5  # share of a correction that sizes get which were not run: the machine may be slower for all of them
+_RATE = 0.03  # share of an error that one round corrects at its size, once the size has been run often; more before
+_SPEED_RATE = 0.15  # the same for the speed of the machine, which all sizes share
 _TRUSTED = 0.25  # errors count up to this share of the cost: a round that was interrupted says little
+_FIRST_ROUNDS = 4  # these only tell how fast the machine is
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +35,34 @@ class StepCosts:
 class LearnedCosts:
     """Step costs that follow what rounds took: longer texts, a busier machine, a measurement that was off.
 
-    A size that is run is corrected fully, the others by half as much: so a wrong cost beside a right one shows itself
-    in use, and a slow hour of the machine does not make the sizes that were not run look fast.
+    Two things are learned: how slow the machine is now, which concerns all sizes alike and changes quickly, and what
+    each size costs beside the others, which changes slowly. So sizes that are not run do not look fast in a busy hour.
     """
 
     def __init__(self, measured: StepCosts) -> None:
         self._sizes = measured.sizes
         self._seconds = list(measured.seconds)
-        self._runs = [2.0] * len(self._seconds)  # rounds that each size stands for; the measurement counts as two
+        self._runs = [6.0] * len(self._seconds)  # rounds that each size stands for; the measurement counts as six
+        self._rounds = 0
+        self.slowness = 1.0  # of the machine, against the time of the measurement
 
     def __call__(self, tokens: int) -> float:
-        return _interpolated(self._sizes, self._seconds, tokens)
+        return self.slowness * _interpolated(self._sizes, self._seconds, tokens)
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A pass over `tokens` took so long."""
+        self._rounds += 1
+        ratio = min(4.0, max(0.25, seconds / max(1e-9, self(tokens))))
+        if self._rounds <= _FIRST_ROUNDS:
+            self.slowness *= ratio ** (1.0 / self._rounds)
+            return
+        self.slowness *= min(1.5, max(0.67, ratio)) ** _SPEED_RATE
         error = relative_error(seconds, self(tokens))
         left, share = _place(self._sizes, tokens)
-        own = {left: 1.0 - share, left + 1: share}
-        for i, runs in enumerate(self._runs):
-            weight = min(1.0, max(0.0, own.get(i, 0.0)))
-            rate = weight * max(_RATE, 1.0 / runs) + (1.0 - weight) * _FOLLOW * _RATE
-            self._seconds[i] *= 1.0 + rate * error
-            self._runs[i] = runs + weight
+        for i, weight in ((left, 1.0 - share), (left + 1, share)):
+            weight = min(1.0, max(0.0, weight))
+            self._seconds[i] *= 1.0 + weight * max(_RATE, 1.0 / self._runs[i]) * error
+            self._runs[i] += weight
 
 
 def relative_error(found: float, expected: float) -> float:
