@@ -45,7 +45,7 @@ class Notices:
 
     async def write(self, db: Database) -> None:
         """Raises LedgerError; what could not be written is written the next time."""
-        self._thresholds += self._limiter.take_thresholds()
+        self._thresholds = (self._thresholds + self._limiter.take_thresholds())[-MAX_REMEMBERED:]
         now = now_ms()
         fresh = {key: event for event in self._thresholds if (key := key_of(event)) not in self._written}
         refusals = {key: one for one in self._refusals.values() if (key := _key(one, now)) not in self._written}

@@ -38,6 +38,8 @@ LimitOption = Annotated[int, typer.Option(help="At most this many; 1 to 1000.")]
 CursorOption = Annotated[str | None, typer.Option(help="Go on where the last list stopped.")]
 ReasonOption = Annotated[str | None, typer.Option(help="Why; kept in the audit chain.")]
 HERE = Path(".")
+COMMAND_TIMEOUT_S = 600.0
+"""For one statement of a command: longer than any takes, so that a frozen database does not keep it for ever."""
 
 
 def settings_of(config: Path | None, data_dir: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -58,7 +60,7 @@ async def ledger_of(settings: Settings) -> AsyncIterator[Database]:
     from proxy.preflight import check_directories
 
     check_directories(settings)
-    db = await Database.open(settings.storage.database)
+    db = await Database.open(settings.storage.database, command_timeout_s=COMMAND_TIMEOUT_S)
     try:
         try:
             await require_current(db)

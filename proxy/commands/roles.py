@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,7 @@ WorkersOption = Annotated[int | None, typer.Option(help="How many gateways share
 
 RETRY_S = 1.0
 NOTICE_S = 5.0
+RECOVER_S = 10.0
 POSTER_NICENESS = 10
 """Posting can wait a moment, a request cannot: where they share a core the gateway goes first."""
 POSTER_TIMEOUT_S = 30.0
@@ -125,6 +127,8 @@ def poster(
 
 
 async def _post(settings: Settings) -> None:
+    from ledger.left_slots import recover_left_slots
+    from ledger.noticing import Noticing
     from ledger.posting import Poster
     from proxy.observer import Observer
     from proxy.webhooks import Courier
@@ -138,7 +142,10 @@ async def _post(settings: Settings) -> None:
         return
     try:
         poster = Poster(db, settings.storage.journal_path)
-        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), _notice(db, stop))
+        journals, workers, noticing = settings.storage.journal_path, settings.server.workers, Noticing(db)
+        notice = _again("noticing", NOTICE_S, lambda: noticing.look(time.time_ns() // 1_000_000), stop)
+        recover = _again("recovering", RECOVER_S, lambda: recover_left_slots(db, journals, workers), stop)
+        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), notice, recover)
         beside = [loop.create_task(work) for work in besides]
         _spare_the_collector()
         await poster.run(stop)
@@ -148,20 +155,18 @@ async def _post(settings: Settings) -> None:
         await db.close()
 
 
-async def _notice(db: Database, stop: asyncio.Event) -> None:
-    """Look for what webhooks are told. It must never keep the poster from posting."""
+async def _again(what: str, every_s: float, work: Callable[[], Awaitable[object]], stop: asyncio.Event) -> None:
+    """Do it every so often. Whatever fails, it must never keep the poster from posting."""
     import structlog
 
-    from ledger.noticing import Noticing
-
-    noticing = Noticing(db)
     while not stop.is_set():
-        try:
-            await noticing.look(time.time_ns() // 1_000_000)
-        except Exception as error:  # the database is away, or whatever it is: look again later
-            structlog.get_logger(__name__).warning("nothing_noticed", error=str(error))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), NOTICE_S)
+            await asyncio.wait_for(stop.wait(), every_s)
+            return
+        try:
+            await work()
+        except Exception as error:  # the database is away, or whatever it is: again later
+            structlog.get_logger(__name__).warning("failed", what=what, error=str(error))
 
 
 async def _patiently_open(settings: Settings, stop: asyncio.Event) -> Database | None:

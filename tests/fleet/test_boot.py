@@ -124,3 +124,26 @@ def test_a_gateway_that_is_killed_while_the_database_is_away_comes_back_and_then
         server.start()
         wait_until(lambda: ask(first, key)[0] == 200, 20, f"service\n{first.logs()}")
     shutil.rmtree(first.folder)
+
+
+def test_a_slot_that_nobody_takes_any_more_is_recovered_all_the_same(
+    host: Callable[..., Host], postgres: Postgres, ledger_postgres_url: str
+) -> None:
+    """The host goes down after its one worker has moved to another slot; the next start takes the first slot again."""
+    database = ledger_postgres_url.rpartition("/")[2]
+
+    def live_slots() -> list[str]:
+        found = postgres.sql("SELECT id FROM slots WHERE live = 1 ORDER BY id", database).split()
+        return [slot.rpartition("/")[2] for slot in found]
+
+    one = host(ledger_postgres_url, "one")
+    one.start()
+    key = Fleet([one]).new_key()
+    one.roll()
+    assert ask(one, key)[0] == 200
+    wait_until(lambda: live_slots() == ["1"], 20, "the old worker's end")
+    one.kill()
+    one.start()
+    assert live_slots() == ["0", "1"]
+    wait_until(lambda: live_slots() == ["0"], 30, f"the recovery\n{one.logs()}")
+    assert Fleet([one]).verify(one)["ok"]
