@@ -42,7 +42,7 @@ class Watch:
         self._waiting = False
         self._fired: Reason | None = None
         self._closed = False
-        self._timer = self._loop.call_later(_GLANCE_S, self._tick)
+        self._tick_in(_GLANCE_S)
         self.client_gone = False
 
     def restart(self, total_s: float) -> None:
@@ -57,9 +57,9 @@ class Watch:
             raise Interrupted("client_gone")
         deadline = self._loop.time() + seconds
         self._deadline, self._reason = (deadline, reason) if deadline < self._total_at else (self._total_at, "total")
-        if self._deadline < self._timer.when() and self._listener is not None:
+        if self._deadline < self._tick_at and self._listener is not None:
             self._timer.cancel()
-            self._timer = self._loop.call_at(self._deadline, self._tick)
+            self._tick_in(self._deadline - self._loop.time())
         self._waiting = True
         try:
             return await awaitable
@@ -85,8 +85,13 @@ class Watch:
             self._listener = self._loop.create_task(self._listen())
         if self._waiting and self._loop.time() >= self._deadline:
             self._fire(self._reason)
-        later = self._deadline if self._waiting else self._loop.time() + 1.0
-        self._timer = self._loop.call_at(max(later, self._loop.time() + 0.001), self._tick)
+        self._tick_in(self._deadline - self._loop.time() if self._waiting else 1.0)
+
+    def _tick_in(self, seconds: float) -> None:
+        """Not sooner than in a millisecond. When it is due is noted here: where a delay rounds to nothing, uvloop makes
+        a handle that does not know."""
+        self._tick_at = self._loop.time() + max(seconds, 0.001)
+        self._timer: asyncio.Handle = self._loop.call_later(max(seconds, 0.001), self._tick)
 
     def _fire(self, reason: Reason) -> None:
         if self._waiting and self._fired is None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import uvloop
 
 from proxy.watch import Interrupted, Watch
 
@@ -86,3 +87,20 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_a_wait_after_one_that_ran_out_is_like_any_other_on_the_loop_that_serves() -> None:
+    """uvloop gives another kind of handle for a delay that rounds to nothing."""
+
+    async def quiet_stream() -> None:
+        watch = Watch(Client().receive, 5)
+        for _ in range(5):
+            with pytest.raises(Interrupted):
+                await watch.wait(asyncio.sleep(10), "quiet", 0.04)
+            await watch.wait(asyncio.sleep(0), "idle", 1)
+        watch.close()
+
+    async def many() -> None:
+        await asyncio.gather(*(quiet_stream() for _ in range(500)))
+
+    uvloop.run(many())
