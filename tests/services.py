@@ -81,6 +81,7 @@ def _dies_with_parent(wanted: int) -> Callable[[], None] | None:
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def preexec() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever a test run under `nohup` ignores
         libc.prctl(PR_SET_PDEATHSIG, wanted)
         if os.getppid() != parent:  # died before the call above
             os._exit(1)

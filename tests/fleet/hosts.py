@@ -49,8 +49,8 @@ class Host(Served):
             "server": {"host": address, "port": self.port, "workers": 2, "key_secret": secret},
             "storage": {"database": database, "counters": counters},
             "admin_token": ADMIN_TOKEN,
-            "upstreams": {"legacy": {"base_url": upstream, "max_concurrency": 1_024}},
-            "models": {"m": {"deployments": [{"to": "legacy"}], "price": PRICE}},
+            "upstreams": {name: {"base_url": upstream, "max_concurrency": 1_024} for name in ("legacy", "other")},
+            "models": {"m": {"deployments": [{"to": "legacy"}, {"to": "other", "weight": 0}], "price": PRICE}},
         }
         for section, values in changes.items():
             self.config[section] = {**self.config.get(section, {}), **values}

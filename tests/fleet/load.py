@@ -14,6 +14,7 @@ from typing import Any
 import httptools
 
 TIMEOUT_S = 30.0
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
 Done = Callable[[], bool]
 
 
@@ -134,7 +135,7 @@ async def load(
     """So many clients ask in turn, each on one port, until `until()` or so many requests in all."""
     tally = Tally() if tally is None else tally
     asked = itertools.count()
-    base = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4, **(body or {})}
+    base = BODY | (body or {})
 
     async def one(number: int) -> None:
         client = Client(ports[number % len(ports)], keys[number % len(keys)], address)

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 
 from tests.fleet.hosts import Fleet
-from tests.fleet.load import Client, Tally, for_seconds, load
+from tests.fleet.load import BODY, Client, Tally, for_seconds, load
 from tests.services import wait_until
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 WORKERS = 4
 
 
@@ -55,6 +54,24 @@ async def test_key_and_quota_changes_are_in_force_on_all_hosts_within_a_second(f
         assert await in_force_after_s(fleet, key, "429 rate_limit_exceeded", quota(none)) < 1
         assert quota()() == 200
         assert await in_force_after_s(fleet, key, "403 model_not_allowed", patch(models=["other"])) < 1
+
+
+async def test_a_routes_new_weights_are_in_force_on_all_hosts_within_a_second(fleet: Fleet) -> None:
+    key = fleet.new_key()
+
+    async def served_by(seconds: float) -> list[tuple[float, str]]:
+        """When each answer was asked for, and which deployment gave it."""
+        tally = await load(fleet.ports, [key], 2 * WORKERS, for_seconds(seconds))
+        return [(o.at, o.headers["x-tallygate-deployment"]) for o in tally.outcomes if o.status == 200]
+
+    with fleet.hosts[0].admin() as admin:
+        for name in ("other", "legacy"):
+            assert admin.put("/routes", json={"model": "m", "weights": {name: 100}}).status_code == 200
+            changed = time.monotonic()
+            answers = await served_by(1.4)
+            assert max((at for at, by in answers if by != name), default=changed) - changed < 1
+            assert [by for at, by in answers if at > changed + 1].count(name) > 0
+        admin.delete("/routes", params={"model": "m"})
 
 
 async def test_replacing_every_worker_of_both_hosts_under_load_fails_no_request(fleet: Fleet) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.hosts import Fleet, Host
-from tests.fleet.load import Client
+from tests.fleet.load import BODY, Client
 from tests.services import Postgres, Valkey, running, wait_until
 from tests.upstream.process import FakeUpstream
 
 SOURCE = Path(__file__).with_name("shifted_clock.c")
-BODY = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
 SHORTLY_BEFORE = "2026-11-30T23:30:00+08:00"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
@@ -126,12 +125,12 @@ def test_a_spend_limit_turns_with_its_month_and_spend_is_never_wiped(host: Host,
     assert spent == [0, 0, 0, 0]
     with host.admin() as admin:
 
-        def rows() -> int:
-            return len(admin.get("/usage", params={"limit": 1000}).json()["data"])
+        def months() -> list[str]:
+            found = admin.get("/usage", params={"limit": 1000, "key": fleet.key_id(key)}).json()["data"]
+            return [row["period"] for row in found]
 
-        wait_until(lambda: rows() == november + december, 20, "every request in SQL")
-        months = admin.get("/usage", params={"limit": 1000}).json()["data"]
-    by_month = [row["period"] for row in months]
+        wait_until(lambda: len(months()) == november + december, 20, "every request in SQL")
+        by_month = months()
     assert (by_month.count("2026-11"), by_month.count("2026-12")) == (november, december)
     assert fleet.verify(host)["ok"]
 
