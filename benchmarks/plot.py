@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 RATE_CELL = "32 connections"
 OPEN_CELLS = ("open loop 200/s", "open loop 500/s", "open loop 1000/s")
-WIDTH, ROW, LABEL, BAR = 760, 26, 230, 400
+WIDTH, ROW, LABEL, BAR = 760, 26, 240, 390
 INK, GRID, OURS, OTHERS = "#24292f", "#d0d7de", "#0969da", "#8c959f"
 
 Row = dict[str, float]
