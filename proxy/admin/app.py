@@ -47,7 +47,10 @@ def admin_app(settings: Settings, database: Callable[[], Database]) -> Starlette
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
-    routes = [Route(path, _route(installation, database, methods)) for path, methods in by_path.items()]
+    routes = [
+        Route(path.replace("{user}", "{user:path}"), _route(installation, database, methods))  # names may hold a slash
+        for path, methods in by_path.items()
+    ]
     document = msgspec.json.encode(openapi_document(ENDPOINTS))
     routes.append(Route("/openapi.json", lambda request: Response(document, media_type="application/json")))
     return Starlette(routes=routes, exception_handlers={404: nothing_there, 405: wrong_method})

@@ -130,7 +130,7 @@ def test_quotas_are_replaced_as_a_list(admin: Admin) -> None:
         {"metric": "spend", "window": "month", "limit": "50.25"},
         {"metric": "concurrency", "limit": 8, "model": "deepseek-v3.2"},
     ]
-    for path in (f"/teams/{team}/quotas", f"/teams/{team}/end-users/ann%40example.com/quotas", "/quotas"):
+    for path in (f"/teams/{team}/quotas", f"/teams/{team}/end-users/ann%40example.com%2Fweb/quotas", "/quotas"):
         body = [
             item | ({"currency": "USD"} if path == "/quotas" and item["metric"] == "spend" else {}) for item in wanted
         ]
