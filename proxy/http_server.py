@@ -73,25 +73,30 @@ class MergedWrites:
 
 
 class AnswerCycle(RequestResponseCycle):
-    """uvicorn's, which looks at each header field with two regular expressions; here one looks at all values."""
+    """uvicorn's, which looks at each header field with two regular expressions; here one looks at all values. Answers
+    that say themselves how they are framed, or when the connection ends, are left to uvicorn."""
 
     async def send(self, message: Any) -> None:
         if message["type"] != "http.response.start" or self.response_started or self.scope["method"] == "HEAD":
             await super().send(message)
             return
+        headers = message.get("headers", ())
+        named = dict(headers)
+        if b"connection" in named or b"transfer-encoding" in named:
+            await super().send(message)
+            return
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if not self.disconnected:
-            self._begin(message["status"], message.get("headers", ()))
+            self._begin(message["status"], headers, named.get(b"content-length"))
 
-    def _begin(self, status: int, headers: Collection[tuple[bytes, bytes]]) -> None:
+    def _begin(self, status: int, headers: Collection[tuple[bytes, bytes]], length: bytes | None) -> None:
         """Raises RuntimeError for a value that would begin a line of its own."""
         if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
             raise RuntimeError("Invalid HTTP header value.")
         self.response_started = True
         self.waiting_for_100_continue = False
         lines = [b"%b: %b\r\n" % field for field in (*self.default_headers, *headers)]
-        length = next((value for name, value in headers if name == b"content-length"), None)
         self.chunked_encoding = length is None and status not in (204, 304)
         if length is not None:
             self.expected_content_length = int(length)
