@@ -363,14 +363,16 @@ def test_an_unwritable_data_directory_is_refused(tmp_path: Path) -> None:
     assert line.startswith(f"tallygate: cannot write to {file / 'data'} (Not a directory): make it writable")
 
 
-def test_an_unreachable_database_is_refused(tmp_path: Path) -> None:
+def test_a_first_start_needs_its_database_or_the_other_hosts_secret(tmp_path: Path) -> None:
     config = Path(_gateway_only(tmp_path))
     config.write_text(
-        config.read_text() + f"storage: {{database: 'postgresql://u:secret@127.0.0.1:{free_port()}/x'}}\n"
+        config.read_text() + f"storage: {{database: 'postgresql://u:hunter2@127.0.0.1:{free_port()}/x'}}\n"
     )
     line = refused(tmp_path, "--config", str(config), "--port", str(free_port()))
     assert line.startswith("tallygate: the database is not available")
-    assert "secret" not in line
+    assert line.endswith("without it nobody knows whether this host needs another's key-secret")
+    assert "hunter2" not in line
+    assert not (tmp_path / "data/key-secret").exists()
 
 
 def test_a_lost_key_secret_is_noticed_before_every_key_fails(base_dir: Path) -> None:
