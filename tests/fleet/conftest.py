@@ -11,7 +11,7 @@ from tests.services import Postgres, Valkey
 from tests.upstream.process import FakeUpstream
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet(
     tmp_path_factory: pytest.TempPathFactory, postgres: Postgres, valkey: Valkey, upstream_process: FakeUpstream
 ) -> Iterator[Fleet]:
