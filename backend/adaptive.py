@@ -9,10 +9,11 @@ from backend.drafts import Draft
 from backend.sequence import Sequence as Running
 from backend.speculate import Rates, best_lengths
 
-_GAIN = 1.05  # rows that decode plainly start to draft for this much,
-_GOING_ON = 1.02  # rows that draft go on for this much: costs are measured, and measurements are off by as much
+_GAIN = 1.08  # rows that decode plainly start to draft for this much,
+_GOING_ON = 1.05  # rows that draft go on for this much: costs are measured, and measurements are off by as much
 _PROBE_SHARE = 0.01  # of the time that plain rows may spend on asking again whether drafting pays
 _PROBE_LENGTH = 2
+_FIRST_FOR_LATER = 0.25  # what a first token's outcome counts for later ones: a bad draft rarely shows these
 _SURE_GAIN = 1.5  # below it, plain rounds are run in between: what they cost decides, and only they tell
 _PLAIN_EVERY = 32  # rounds with drafts to one plain one, at the most; fewer at first
 _USUAL = 0.7  # what a pair accepts of which nothing is known
@@ -116,6 +117,7 @@ class LengthPolicy:
             weight = max(1.0 - _MEMORY, 1.0 / (known + depth + 8))
             if depth == 0:
                 first += weight * ((accepted > 0) - first)
+                later += _FIRST_FOR_LATER * weight * ((accepted > 0) - later)
             else:
                 later += weight * ((depth < accepted) - later)
         self._pair_tests[name] = known + tested

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _RATE = 0.03  # share of an error that one round corrects at its size, once the size has been run often; more before
-_SPEED_RATE = 0.15  # the same for the speed of the machine, which all sizes share
+_SPEED_RATE = 0.25  # the same for the speed of the machine, which all sizes share
+_OF_THE_MACHINE = (
+    1.6  # an error by this factor is not the size's: the machine became slower or faster, or was elsewhere
+)
 _TRUSTED = 0.25  # errors count up to this share of the cost: a round that was interrupted says little
 _FIRST_ROUNDS = 4  # these only tell how fast the machine is
 
@@ -57,6 +60,8 @@ class LearnedCosts:
             self.slowness *= ratio ** (1.0 / self._rounds)
             return
         self.slowness *= min(1.5, max(0.67, ratio)) ** _SPEED_RATE
+        if not 1.0 / _OF_THE_MACHINE < ratio < _OF_THE_MACHINE:
+            return
         error = relative_error(seconds, self(tokens))
         left, share = _place(self._sizes, tokens)
         for i, weight in ((left, 1.0 - share), (left + 1, share)):
