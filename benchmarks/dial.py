@@ -1,10 +1,10 @@
-"""Adaptive over plain at any acceptance: a draft that costs what a real one does, and proposes the answer with errors."""
+"""Adaptive over plain at any acceptance, by a draft that costs what a real one does; one hundred requests at once."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from backend.adaptive import LengthPolicy
@@ -99,3 +99,28 @@ def dial_row(bench: Bench, pair: Any, batch: int, acceptance: float) -> dict[str
     }
     print(row, flush=True)
     return row
+
+
+def crowd(bench: Bench, pair: Any, count: int = 100, slots: int = 8) -> dict[str, Any]:
+    """So many requests at once: their time over that of full batches one after another, and who waited longest."""
+    asked = bench.requests(slots, None)
+    many = [_own(asked[i % slots], i) for i in range(count)]
+    one, _ = run_paced(bench.engine(pair, pair.policy(0)), many[:slots], slots, bench.clock)
+    engine = bench.engine(pair, pair.policy(0))
+    all_at_once, found = run_paced(engine, many, count, bench.clock)
+    waits = sorted(sequence.started_s - sequence.arrived_s for sequence in found)
+    row = {
+        "seconds": round(all_at_once.all_s, 2),
+        "one_full_batch_s": round(one.all_s, 2),
+        "of_full_batches": round(all_at_once.all_s / (count / slots * one.all_s), 3),
+        "longest_wait_of_all": round(waits[-1] / all_at_once.all_s, 3),
+        "finished": sum(sequence.finish_reason == "length" for sequence in found),
+    }
+    print(row, flush=True)
+    return row
+
+
+def _own(request: Request, number: int) -> Request:
+    """A request like this one whose prompt nobody else has, so that each is read in full; three teams take turns."""
+    prompt = [100 + number, *request.prompt]
+    return replace(request, id=str(number), prompt=prompt, max_tokens=24, tenant=f"team {number % 3}")
