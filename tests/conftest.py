@@ -10,12 +10,20 @@ from typing import Any
 
 import hypothesis
 import pytest
+import structlog
 
 from tests.services import Postgres, Valkey, running
 from tests.upstream.process import FakeUpstream
 
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("house")
+
+structlog.configure(  # as our processes do: structlog's own choice renders every local variable, for seconds
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 
 @pytest.fixture(scope="session")
