@@ -37,6 +37,7 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 _SURCHARGED = {
     "service_tier": frozenset({b"null", b'"auto"', b'"default"', b'"flex"', b'"standard_only"'}),
+    "speed": frozenset({b"null", b'"standard"'}),
     "web_search_options": frozenset({b"null"}),
 }
 """Fields with a price of their own at some providers, and the values that cost nothing extra."""
@@ -64,6 +65,12 @@ class Call:
     """Never fewer than the prompt can have: a token is at least one byte."""
     asked: Any = None
     """What a dialect that translates must remember of the request as it was written; `fields` is the translation."""
+
+    @property
+    def written(self) -> Fields:
+        """The request as the client wrote it: what an upstream that needs no translation is sent."""
+        written: Fields = self.fields if self.asked is None else self.asked.written
+        return written
 
     @property
     def estimated_tokens(self) -> int:
@@ -149,7 +156,7 @@ def parse_embedding(body: bytes) -> Call:
 def refuse_surcharges(call: Call) -> None:
     """Raises ApiError 400 for what a provider charges extra for beside tokens: no price here covers it."""
     for name, harmless in _SURCHARGED.items():
-        value = call.fields.get(name)
+        value = call.written.get(name)
         if value is not None and bytes(value) not in harmless:
             message = f"`{name}` is not supported like this: it costs a surcharge that no price covers."
             raise invalid(message, name, "unsupported_parameter")

@@ -162,6 +162,8 @@ def test_what_is_around_a_prompt_is_not_taken_for_it() -> None:
         ("service_tier", '"priority"', True),
         ("service_tier", '"auto"', False),
         ("service_tier", "null", False),
+        ("speed", '"fast"', True),
+        ("speed", '"standard"', False),
         ("web_search_options", "{}", True),
         ("store", "true", False),
     ],

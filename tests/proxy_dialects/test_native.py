@@ -63,6 +63,20 @@ def test_messages_pass_as_they_are_with_our_key_our_usage_and_our_cost(
     assert (usage["service_tier"], usage["tallygate"]["billed_tokens"]) == ("standard", 15)
 
 
+@pytest.mark.parametrize("surcharged", [{"speed": "fast"}, {"service_tier": "priority"}])
+@pytest.mark.parametrize("path", ["messages", "responses"])
+def test_what_costs_a_surcharge_does_not_reach_an_upstream_that_is_sent_the_request_as_written(
+    gateway: Gateway, upstream: FakeUpstream, path: str, surcharged: dict[str, str]
+) -> None:
+    ask = {"messages": {"messages": ASK, "max_tokens": 5}, "responses": {"input": "hi", "max_output_tokens": 5}}[path]
+    with gateway.http() as http:
+        refused = http.post(f"/{path}", json={"model": "m", **ask, **surcharged})
+        passed = http.post(f"/{path}", json={"model": "m", **ask, **dict.fromkeys(surcharged)})
+    assert (refused.status_code, passed.status_code) == (400, 200)
+    assert f"`{next(iter(surcharged))}`" in refused.json()["error"]["message"]
+    assert [entry["id"] for entry in upstream.wait_for_entries(1)] == [passed.headers["x-request-id"]]
+
+
 def test_responses_pass_as_they_are_and_are_never_stored(
     gateway: Gateway, client: openai.OpenAI, upstream: FakeUpstream
 ) -> None:
