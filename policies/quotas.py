@@ -23,7 +23,6 @@ Metric = Literal["requests", "tokens", "concurrency", "spend"]
 BUCKET_MS: dict[str, int] = {"minute": 60_000, "hour": 3_600_000}
 THRESHOLDS = (50, 80, 100)
 MAX_PLANS = 4_096
-MAX_PLAIN_USER = 64
 MAX_THRESHOLDS = 10_000
 
 
@@ -101,7 +100,6 @@ class Limiter:
         self._counters = counters
         self._global_timezone = global_timezone
         self._plans: dict[str, tuple[Principal, dict[tuple[str, str | None], tuple[Rule, ...]]]] = {}
-        self._watched: dict[str, tuple[Principal, str | None, Quota]] = {}
         self._thresholds: deque[Threshold] = deque(maxlen=MAX_THRESHOLDS)
         counters.watch = self._watch
 
@@ -131,7 +129,6 @@ class Limiter:
         if known is None or known[0] is not principal:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-                self._watched.clear()
             known = self._plans[principal.key_id] = (principal, {})
         plans = known[1]
         who = (model, end_user)
@@ -151,15 +148,13 @@ class Limiter:
             twin = rules.get(rule.key)
             if twin is None or rule.limit < twin.limit:
                 rules[rule.key] = rule
-                if rule.watched:
-                    self._watched[rule.key] = (principal, end_user, quota)
         return tuple(sorted(rules.values(), key=lambda rule: not rule.shared_by_all))
 
     def _watch(self, rule: Rule, before: int, after: int) -> None:
         for percent in THRESHOLDS:
             mark = rule.limit * percent * (rule.window_ms or 1)
-            if before * 100 < mark <= after * 100 and rule.key in self._watched:
-                principal, end_user, quota = self._watched[rule.key]
+            if before * 100 < mark <= after * 100 and rule.about is not None:
+                principal, end_user, quota = rule.about
                 now, used = self._counters.wall_ms(), rule.used(after)
                 since = now - now % BUCKET_MS["hour"] if rule.calendar is None else rule.calendar.bounds(now)[0]
                 event = Threshold(principal.team_id, principal.key_id, end_user, quota, percent, used, now, since)
@@ -231,6 +226,7 @@ def compile_rule(quota: Quota, principal: Principal, end_user: str | None, globa
         hard=quota.hard,
         own=not everyone,
         shared_by_all=everyone,
+        about=(principal, end_user, quota),
     )
 
 

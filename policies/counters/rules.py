@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from policies.windows import Calendar
 
@@ -32,6 +32,7 @@ class Rule:
     """One limit on one counter, named `key`; the `{…}` part keeps a tenant's counters on one cluster slot."""
 
     __slots__ = (
+        "about",
         "calendar",
         "hard",
         "key",
@@ -58,6 +59,7 @@ class Rule:
         hard: bool = True,
         own: bool = True,
         shared_by_all: bool = False,
+        about: Any = None,
     ) -> None:
         self.key = key
         self.kind = kind
@@ -72,6 +74,8 @@ class Rule:
         self.own = own
         """The caller may be told these numbers: they are not those of all tenants together."""
         self.shared_by_all = shared_by_all
+        self.about = about
+        """What the one who watches knows it by. It lives as long as the rule, so nobody has to remember it."""
 
     def share(self, workers: int, prefix: str) -> Rule:
         """The same rule for one of so many workers, on a counter of its own; at least 1 unless the limit is 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policies import quotas
 from policies.quotas import Quota
 from tests.policies.stores import NOON, Store
 
@@ -337,3 +339,21 @@ def test_a_correction_after_the_turn_does_not_touch_the_new_window(store: Store)
     old.release(0)
     store.settle()
     assert store.ask(caller, 1) is None
+
+
+class Name(str):
+    """A user's name that tells whether it is still known."""
+
+
+def test_users_that_a_client_makes_up_do_not_fill_the_memory(
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas, "MAX_PLANS", 50)
+    memory_store.at(NOON)
+    caller = memory_store.new_caller(Quota("u", "end_user", "requests", "day", 1_000))
+    names = weakref.WeakSet[Name]()
+    for number in range(500):
+        name = Name(f"user {number}")
+        names.add(name)
+        memory_store.ask(caller, end_user=name)
+    assert len(names) <= 50
