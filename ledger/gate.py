@@ -22,6 +22,7 @@ from ledger.database import Database
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
 from ledger.hold import Hold
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
+from ledger.journal.opening import close_epochs
 from ledger.journal.segments import SEGMENT_BYTES
 from ledger.leases import RETRY_AFTER_MS, Fenced, Leases
 from ledger.months import months_to_seal
@@ -100,6 +101,8 @@ class Gate:
         lock = await asyncio.to_thread(SlotLock.acquire, slot_dir)
         try:
             await asyncio.to_thread(_require_room, files or Files(), slot_dir, segment_bytes)
+            if accept_damage is None:
+                await asyncio.to_thread(_require_whole, files or Files(), slot_dir, clock())
             epoch, journal_uuid = await begin_epoch(db, slot_id, slot_dir, clock())
         except BaseException:
             lock.release()
@@ -425,3 +428,12 @@ def _require_room(files: Files, slot_dir: Path, segment_bytes: int) -> None:
             f"the journal's disk has {free >> 20} MiB free and a new epoch needs {2 * segment_bytes >> 20} MiB: "
             f"free space on the file system of {slot_dir}"
         )
+
+
+def _require_whole(files: Files, slot_dir: Path, at_ms: int) -> None:
+    """Before SQL issues an epoch: each try on a damaged journal would leave one more there. Raises JournalDamaged,
+    LedgerUnavailable."""
+    try:
+        close_epochs(files, slot_dir, at_ms)
+    except OSError as error:
+        raise LedgerUnavailable(f"the journal in {slot_dir} cannot be opened: {error}") from error

@@ -46,17 +46,7 @@ def open_epoch(
             f"epoch {epoch} of {slot_dir} is not newer than {older[-1].path.name}, which is already there: "
             "the database is older than the journal (was it restored from a backup?)"
         )
-    chain, overrides = NO_CHAIN, []
-    for info in older:
-        try:
-            mark, override = close_epoch(files, info.path, at_ms, accept_damage=accept_damage)
-        except JournalDamaged:
-            if info is older[-1] or info.path.exists():
-                raise
-            continue  # pruned in this moment, as only a closed epoch before the newest is
-        chain = mark.place.chain
-        if override is not None:
-            overrides.append(override)
+    chain, overrides = close_epochs(files, slot_dir, at_ms, accept_damage=accept_damage)
     for left_over in slot_dir.glob(f"{_DRAFT_PREFIX}*"):
         shutil.rmtree(left_over)
     name = epoch_dir_name(epoch, journal_uuid)
@@ -72,6 +62,26 @@ def open_epoch(
     files.sync_directory(slot_dir)
     segment.path = path / segment.path.name
     return Opened(path, lock, header, segment, position, overrides)
+
+
+def close_epochs(
+    files: Files, slot_dir: Path, at_ms: int, *, accept_damage: str | None = None
+) -> tuple[bytes, list[Override]]:
+    """Closes what older processes of the slot left open; a second call finds it closed. Call it with the slot's lock
+    held. Returns the chain that a new epoch goes on from. Raises JournalDamaged, OSError."""
+    chain, overrides = NO_CHAIN, list[Override]()
+    older = list_epochs(slot_dir)
+    for info in older:
+        try:
+            mark, override = close_epoch(files, info.path, at_ms, accept_damage=accept_damage)
+        except JournalDamaged:
+            if info is older[-1] or info.path.exists():
+                raise
+            continue  # pruned in this moment, as only a closed epoch before the newest is
+        chain = mark.place.chain
+        if override is not None:
+            overrides.append(override)
+    return chain, overrides
 
 
 def _canonical(journal_uuid: str) -> str:
