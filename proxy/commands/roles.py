@@ -127,7 +127,7 @@ def poster(
 
 
 async def _post(settings: Settings) -> None:
-    from ledger.left_slots import recover_left_slots
+    from ledger.left_slots import LeftSlots
     from ledger.noticing import Noticing
     from ledger.posting import Poster
     from proxy.observer import Observer
@@ -142,9 +142,9 @@ async def _post(settings: Settings) -> None:
         return
     try:
         poster = Poster(db, settings.storage.journal_path)
-        journals, workers, noticing = settings.storage.journal_path, settings.server.workers, Noticing(db)
+        left_slots, noticing = LeftSlots(db, settings.storage.journal_path), Noticing(db)
         notice = _again("noticing", NOTICE_S, lambda: noticing.look(time.time_ns() // 1_000_000), stop)
-        recover = _again("recovering", RECOVER_S, lambda: recover_left_slots(db, journals, workers), stop)
+        recover = _again("recovering", RECOVER_S, left_slots.recover, stop)
         besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), notice, recover)
         beside = [loop.create_task(work) for work in besides]
         _spare_the_collector()

@@ -138,13 +138,13 @@ class _Preparation:
                 await self._prepare()
 
     async def _prepare(self) -> None:
-        from ledger.unused import end_unused_slots
+        from ledger.left_slots import LeftSlots
         from proxy import seeding
 
         first_run = await seeding.prepare(self.settings)
         async with ledger_of(self.settings) as db:
             workers = range(self.settings.server.workers)
-            for slot in await end_unused_slots(db, self.settings.storage.journal_path, workers):
+            for slot in await LeftSlots(db, self.settings.storage.journal_path).recover(workers):
                 say(f"slot {slot} has no worker any more: it is ended, and what it held returns")
         self.first_run = first_run
 

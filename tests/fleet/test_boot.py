@@ -124,24 +124,28 @@ def test_a_gateway_that_is_killed_while_the_database_is_away_comes_back_and_then
     shutil.rmtree(first.folder)
 
 
-def test_a_slot_that_nobody_takes_any_more_is_recovered_all_the_same(
+def test_a_replaced_worker_that_dies_while_it_drains_is_recovered_without_a_restart(
     host: Callable[..., Host], postgres: Postgres, ledger_postgres_url: str
 ) -> None:
-    """The host goes down after its one worker has moved to another slot; the next start takes the first slot again."""
+    """Its slot has the number that the only worker had before, and no worker has it any more."""
     database = ledger_postgres_url.rpartition("/")[2]
 
-    def live_slots() -> list[str]:
-        found = postgres.sql("SELECT id FROM slots WHERE live = 1 ORDER BY id", database).split()
-        return [slot.rpartition("/")[2] for slot in found]
+    def open_slots() -> list[str]:
+        found = postgres.sql("SELECT DISTINCT slot_id FROM epochs WHERE state = 'open'", database).split()
+        return sorted(slot.rpartition("/")[2] for slot in found)
 
-    one = host(ledger_postgres_url, "one")
-    one.start()
-    key = Fleet([one]).new_key()
-    one.roll()
-    assert ask(one, key)[0] == 200
-    wait_until(lambda: live_slots() == ["1"], 20, "the old worker's end")
-    one.kill()
-    one.start()
-    wait_until(lambda: "0" in live_slots(), 30, "the worker")
-    wait_until(lambda: live_slots() == ["0"], 30, f"the recovery\n{one.logs()}")
-    assert Fleet([one]).verify(one)["ok"]
+    with host(ledger_postgres_url, "one") as one:
+        key = Fleet([one]).new_key()
+        (old,) = one.roles("gateway")
+        body = {**BODY, "stream": True, "max_tokens": 400, "x_fault": {"tokens": 400, "chunk_delay_ms": 100}}
+        headers = {"authorization": f"Bearer {key}"}
+        with httpx.stream("POST", f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as stream:
+            for _ in zip(range(30), stream.iter_lines(), strict=False):
+                pass  # far enough that its progress is journalled
+            one.roll()
+            assert open_slots() == ["0", "1"]
+            old.kill()
+        wait_until(lambda: open_slots() == ["1"], 30, f"the recovery\n{one.logs()}")
+        usage = postgres.sql("SELECT estimated, billed_tokens > 0 FROM usage", database)
+        assert usage.split() == ["1|t"], usage
+        assert Fleet([one]).verify(one)["ok"]
