@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -21,7 +21,7 @@ from proxy.ids import now_ms
 from proxy.ramp import take_step
 from proxy.routing import deployment_names
 from proxy.scraping import Reading, Sample, between, read_metrics
-from proxy.settings import Settings
+from proxy.settings import Model, Settings
 from proxy.settings_checks import BACKEND
 from proxy.upstream import Patience, Upstream, UpstreamFailed, read_all
 
@@ -46,6 +46,8 @@ class Observer:
         self._places = _places(settings)
         self._drafts = _own_drafts(settings)
         self._readings: dict[str, tuple[float, Reading]] = {}
+        self._unreadable: dict[str, str] = {}
+        """Place → what is wrong with its metrics, told once."""
         self._sums: dict[tuple[int, Key], Drafted] | None = None
         self._window: deque[tuple[int, Key, Drafted]] = deque()
         self._pruned_ms = 0
@@ -67,34 +69,50 @@ class Observer:
             place.close()
 
     async def look(self) -> None:
-        """One look at everything. Raises LedgerError."""
+        """One look at everything. What goes wrong with one place or one model is logged and keeps nothing else from
+        being looked at: a ramp falls back whatever else there is. Raises LedgerError."""
         now = self._clock()
         samples = {name: sample for name, place in self._places.items() if (sample := await self._sample(name, place))}
         await self._measure(samples, now)
         measured = self._measured(now)
-        ramped = [(name, model) for name, model in self._settings.models.items() if model.ramp is not None]
-        if not samples and not measured and not ramped:
-            return
+        for place, sample in samples.items():
+            await _apart(self._keep(place, sample, now), place=place)
+        if measured:
+            await _apart(self._judge(measured, now))
+        for name, model in self._settings.models.items():
+            if model.ramp is not None:
+                await _apart(self._ramp(name, model, now), model=name)
+        if now - self._pruned_ms > PRUNE_MS:
+            self._pruned_ms = now
+            await _apart(self._prune(now))
+
+    async def _keep(self, place: str, sample: Sample, now: int) -> None:
         async with self._db.begin() as c:
-            for name, sample in samples.items():
-                await add_sample(
-                    c,
-                    name,
-                    now,
-                    draft_tokens=sample.draft_tokens,
-                    accepted_tokens=sample.accepted_tokens,
-                    utilisation=sample.utilisation,
-                )
-            for state in await update_states(c, measured, now):
-                log.warning("acceptance_changed", deployment=state.deployment, draft=state.draft_model, now=state.state)
-            for name, model in ramped:
-                assert model.ramp is not None
-                step = await take_step(c, name, model, model.ramp, now)
-                if step is not None:
-                    log.warning("ramp_step", model=name, share_percent=step.share_percent, reason=step.reason)
-            if now - self._pruned_ms > PRUNE_MS:
-                self._pruned_ms = now
-                await prune(c, now)
+            await add_sample(
+                c,
+                place,
+                now,
+                draft_tokens=sample.draft_tokens,
+                accepted_tokens=sample.accepted_tokens,
+                utilisation=sample.utilisation,
+            )
+
+    async def _judge(self, measured: dict[Key, Drafted], now: int) -> None:
+        async with self._db.begin() as c:
+            changed = await update_states(c, measured, now)
+        for state in changed:
+            log.warning("acceptance_changed", deployment=state.deployment, draft=state.draft_model, now=state.state)
+
+    async def _ramp(self, name: str, model: Model, now: int) -> None:
+        assert model.ramp is not None
+        async with self._db.begin() as c:
+            step = await take_step(c, name, model, model.ramp, now)
+        if step is not None:
+            log.warning("ramp_step", model=name, share_percent=step.share_percent, reason=step.reason)
+
+    async def _prune(self, now: int) -> None:
+        async with self._db.begin() as c:
+            await prune(c, now)
 
     async def _measure(self, samples: dict[str, Sample], now: int) -> None:
         """Put what was drafted since the last look into the window."""
@@ -128,21 +146,43 @@ class Observer:
         return found
 
     async def _sample(self, name: str, place: Upstream) -> Sample | None:
-        """What a place's metrics tell since the last look; None at the first, or when it does not answer."""
-        assert place.metrics_path is not None
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await place.get(place.metrics_path.encode(), below_base=False)
-                body = await read_all(answer, MAX_METRICS_BYTES)
-            reading = read_metrics(body.decode(errors="replace")) if answer.status == 200 else None
-        except (UpstreamFailed, ConnectionLost, TimeoutError, ValueError):
-            reading = None
+        """What a place's metrics tell since the last look; None at the first, or when they say nothing."""
         before = self._readings.pop(name, None)
-        if reading is None:
+        try:
+            reading = await _read(place)
+            at = time.monotonic()
+            sample = None if before is None else between(before[1], reading, max(0.001, at - before[0]))
+        except (UpstreamFailed, ConnectionLost, TimeoutError):
             return None
-        at = time.monotonic()
+        except Exception as error:  # whatever it says: the other places are read, and ramps go on
+            if self._unreadable.get(name) != str(error):
+                log.warning("metrics_unreadable", place=name, reason=str(error))
+            self._unreadable[name] = str(error)
+            return None
+        self._unreadable.pop(name, None)
         self._readings[name] = (at, reading)
-        return None if before is None else between(before[1], reading, max(0.001, at - before[0]))
+        return sample
+
+
+async def _read(place: Upstream) -> Reading:
+    """Raises what a place can fail with, ValueError for an answer that says nothing."""
+    assert place.metrics_path is not None
+    async with asyncio.timeout(TIMEOUT_S):
+        answer = await place.get(place.metrics_path.encode(), below_base=False)
+        body = await read_all(answer, MAX_METRICS_BYTES)
+    if answer.status != 200:
+        raise ValueError(f"HTTP {answer.status}")
+    return read_metrics(body.decode(errors="replace"))
+
+
+async def _apart(work: Awaitable[None], **about: str) -> None:
+    """Do it; a failure is logged, and nobody else's."""
+    try:
+        await work
+    except LedgerError as error:
+        log.warning("observing_waits", reason=str(error), **about)
+    except Exception as error:
+        log.error("observing_failed", exc_info=error, **about)
 
 
 def _places(settings: Settings) -> dict[str, Upstream]:

@@ -5,6 +5,7 @@ Decisions are functions of the figures and the clock; every step is an entry in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,7 +107,7 @@ def decide(
 
 def weights(ramp: Ramp, name: str, model: Model, share_percent: int) -> dict[str, int]:
     """The share for the ramped deployment, the rest for the others by their configured weights (in equal parts where
-    these are 0), in whole numbers."""
+    these are 0), in the smallest whole numbers."""
     names = deployment_names(name, model)
     configured = {
         other: item.weight for other, item in zip(names, model.deployments, strict=True) if other != ramp.deployment
@@ -114,8 +115,11 @@ def weights(ramp: Ramp, name: str, model: Model, share_percent: int) -> dict[str
     if not any(configured.values()):
         configured = dict.fromkeys(configured, 1)
     rest = sum(configured.values())
-    others = {other: weight * (100 - share_percent) for other, weight in configured.items()}
-    return {ramp.deployment: share_percent * rest, **others}
+    exact = {ramp.deployment: share_percent * rest}
+    exact |= {other: weight * (100 - share_percent) for other, weight in configured.items()}
+    common = math.gcd(*exact.values())
+    beyond = max(1, -(-max(exact.values()) // (common * routes.MAX_WEIGHT)))  # nothing divides them: rounded
+    return {name: max(min(1, weight), weight // (common * beyond)) for name, weight in exact.items()}
 
 
 async def take_step(c: AsyncConnection, name: str, model: Model, ramp: Ramp, now_ms: int) -> Step | None:

@@ -6,6 +6,7 @@ Sources: our backend (`tallygate_backend_*`), vLLM (docs/usage/metrics.md: `vllm
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import msgspec
@@ -33,20 +34,33 @@ class Sample(msgspec.Struct, frozen=True):
     utilisation: float | None
 
 
+MAX_COUNT = 2.0**53
+"""What a counter may hold: beyond it a float counts no longer one by one."""
+
+
 def read_metrics(text: str) -> Reading:
-    """Raises ValueError for what is no exposition."""
+    """Raises ValueError for what is no exposition, and for a counter that is no count. A gauge that is no number says
+    nothing: places give NaN for a mean of nothing."""
     sums: defaultdict[str, float] = defaultdict(float)
     counts: defaultdict[str, int] = defaultdict(int)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] += sample.value
-            counts[sample.name] += 1
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+                counts[sample.name] += 1
+    except (IndexError, KeyError, TypeError) as error:  # the parser's own, on garbage
+        raise ValueError(f"no Prometheus exposition: {error}") from error
 
     def total(name: str) -> float | None:
-        return sums[name] if name in counts else None
+        if name not in counts:
+            return None
+        if not 0 <= sums[name] <= MAX_COUNT:
+            raise ValueError(f"{name} is {sums[name]}: no count")
+        return sums[name]
 
     def mean(name: str) -> float | None:
-        return sums[name] / counts[name] if name in counts else None
+        found = sums[name] / counts[name] if name in counts else math.nan
+        return found if math.isfinite(found) else None
 
     percent = mean("DCGM_FI_DEV_GPU_UTIL")
     return Reading(
@@ -61,7 +75,8 @@ def read_metrics(text: str) -> Reading:
 
 
 def between(before: Reading, after: Reading, seconds: float) -> Sample:
-    """The difference of two readings so far apart; a counter that fell was set back by a restart."""
+    """The difference of two readings so far apart; a counter that fell was set back by a restart. Raises ValueError
+    for what cannot be."""
     drafted, accepted = (
         round(_grown(getattr(before, name), getattr(after, name))) for name in ("draft_tokens", "accepted_tokens")
     )
@@ -70,7 +85,9 @@ def between(before: Reading, after: Reading, seconds: float) -> Sample:
     utilisation = after.utilisation
     if utilisation is None and after.busy_seconds is not None:
         utilisation = min(1.0, _grown(before.busy_seconds, after.busy_seconds) / seconds)
-    return Sample(drafted, min(accepted, drafted), utilisation)
+    if drafted > MAX_COUNT:
+        raise ValueError(f"{drafted:.3g} tokens drafted: no count")
+    return Sample(drafted, min(accepted, drafted), None if utilisation is None else min(1.0, max(0.0, utilisation)))
 
 
 def _grown(before: float | None, after: float | None) -> float:
@@ -82,7 +99,7 @@ def _grown(before: float | None, after: float | None) -> float:
 def _by_rate(reading: Reading, generated: float) -> tuple[int, int]:
     """SGLang tells rates: each pass gave `accept_length` tokens, all but one of them accepted."""
     rate, length = reading.accept_rate, reading.accept_length
-    if not rate or not length or length < 1:
+    if rate is None or rate <= 0 or length is None or length < 1:
         return 0, 0
     accepted = generated * (length - 1) / length
     return round(accepted / rate), round(accepted)

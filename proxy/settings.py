@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from ledger.routes import MAX_WEIGHT
 from proxy.settings_checks import check
 from proxy.yaml_source import DecimalText, Source, SourceError, compose, decode, read
 
@@ -128,7 +129,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     to: str
     model: str | None = None
     """The name under which that place knows the model; None: the same name."""
-    weight: Annotated[int, msgspec.Meta(ge=0)] = 100
+    weight: Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)] = 100
     cost: Price | None = None
     """What the provider charges us."""
     draft: str | None = None

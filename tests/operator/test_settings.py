@@ -233,6 +233,7 @@ models:
             "ramp: {deployment: b, max_error_rate: 2}",
             ":6: models.m.ramp.max_error_rate: 2.0 is out of range",
         ),
+        ("weight: 1000001", "", ":4: models.m.deployments[1].weight: 1000001 is out of range"),
         ("weight: 1", "on_hangup: wait", ":6: models.m.on_hangup: 'wait' is not one of: cancel, finish"),
     ],
 )

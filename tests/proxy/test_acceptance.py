@@ -102,6 +102,18 @@ def test_our_backend_tells_how_busy_it_was() -> None:
     assert read_metrics("something_else 1\n") == Reading()
 
 
+def test_a_gauge_that_is_no_number_says_nothing_and_a_counter_that_is_none_is_refused() -> None:
+    text = "sglang:spec_accept_rate %s\nsglang:spec_accept_length %s\nsglang:generation_tokens_total %s\n"
+    idle, busy = read_metrics(text % ("NaN", "NaN", 0)), read_metrics(text % (0.75, 4, 4_000))
+    assert between(busy, idle, 5) == Sample(0, 0, None)
+    assert between(idle, busy, 5) == Sample(4_000, 3_000, None)
+    for count in ("NaN", "+Inf", "-3", "1e300"):
+        with pytest.raises(ValueError, match="no count"):
+            read_metrics(text % (0.75, 4, count))
+    with pytest.raises(ValueError, match="no count"):
+        between(idle, read_metrics(text % ("1e-300", 4, 4_000)), 5)
+
+
 def speculated(accepted: int) -> dict[str, Any]:
     """A backend's answer that drafted 1 000 tokens."""
     speculative = {"draft_model": "qwen-0.5b", "draft_tokens": 1_000, "accepted_tokens": accepted, "target_passes": 9}

@@ -15,10 +15,13 @@ import pytest
 from ledger import routes
 from ledger.audit import By
 from ledger.database import Database
-from ledger.deployments import failures_of
+from ledger.deployments import add_failures, failures_of
+from proxy.ids import now_ms
 from proxy.observer import Observer
 from proxy.ramp import Figures, Standing, State, decide, weights
-from proxy.settings import Deployment, Model, Ramp
+from proxy.settings import Deployment, Model, Ramp, Settings
+from proxy.settings import Upstream as UpstreamSettings
+from tests.proxy.scripted import Script, ScriptedUpstream
 from tests.proxy.serving import PRICE, Gateway, configuration
 from tests.services import wait_until
 from tests.upstream.process import FakeUpstream
@@ -84,8 +87,26 @@ def test_what_was_drafted_too_little_and_what_nobody_compares_with_says_nothing(
 
 
 def test_the_rest_is_split_by_the_configured_weights() -> None:
-    assert weights(RAMP, "m", WHOLE, 10) == {"new": 40, "old": 270, "older": 90}
-    assert weights(RAMP, "m", WHOLE, 0) == {"new": 0, "old": 300, "older": 100}
+    assert weights(RAMP, "m", WHOLE, 10) == {"new": 4, "old": 27, "older": 9}
+    assert weights(RAMP, "m", WHOLE, 0) == {"new": 0, "old": 3, "older": 1}
+
+
+@pytest.mark.parametrize(
+    ("configured", "share", "expected"),
+    [
+        ((100_000, 0, 0), 10, (9, 0, 1)),
+        ((routes.MAX_WEIGHT, 0, 0), 0, (1, 0, 0)),
+        ((999_983, 1, 0), 90, (111_109, 1, 999_984)),  # nothing divides these
+    ],
+)
+def test_whatever_may_be_configured_gives_weights_that_may_be_set(
+    configured: tuple[int, ...], share: int, expected: tuple[int, ...]
+) -> None:
+    places = zip(("old", "older", "new"), configured, strict=True)
+    model = Model(deployments=tuple(Deployment(to=name, weight=weight) for name, weight in places))
+    found = weights(RAMP, "m", model, share)
+    assert tuple(found[name] for name in ("old", "older", "new")) == expected
+    assert max(expected) <= routes.MAX_WEIGHT
 
 
 @pytest.fixture
@@ -142,11 +163,11 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
     ramping = Ramping(ramped)
     ramping.look()
     route = ramped.app.state.worker.routes["m"]
-    wait_until(lambda: route.weights() == (5_000, 5_000), 6, "the first step everywhere")
+    wait_until(lambda: route.weights() == (1, 1), 6, "the first step everywhere")
     ramping.use(40)
     time.sleep(0.5)
     ramping.look()
-    wait_until(lambda: route.weights() == (1_000, 9_000), 6, "the second step everywhere")
+    wait_until(lambda: route.weights() == (1, 9), 6, "the second step everywhere")
     upstream.standing_fault("500")
     for _ in range(10):
         with pytest.raises(openai.InternalServerError):
@@ -159,7 +180,7 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
 
     wait_until(lambda: ramped.ledger(failures) >= 3, 6, "the failures in the ledger")
     ramping.look()
-    wait_until(lambda: route.weights() == (10_000, 0), 6, "the way back everywhere")
+    wait_until(lambda: route.weights() == (1, 0), 6, "the way back everywhere")
     steps = ramping.steps()
     assert [actor for actor, _, _ in steps] == ["ramp"] * 3
     assert "begins" in steps[0][2]
@@ -173,9 +194,45 @@ def test_weights_that_were_set_by_hand_are_left_alone(ramped: Gateway) -> None:
     ramping = Ramping(ramped)
 
     async def by_hand(c: Any) -> None:
-        await routes.set_weights(c, By("ann", 1), "m", {"old": 1, "new": 1})
+        await routes.set_weights(c, By("ann", 1), "m", {"old": 2, "new": 1})
 
     ramping.look()
     ramped.ledger(by_hand)
     ramping.look()
     assert [actor for actor, _, _ in ramping.steps()] == ["ramp", "ann"]
+
+
+async def test_one_model_that_cannot_be_looked_at_keeps_no_other_from_its_ramp(ledger_sqlite_url: str) -> None:
+    ramp = Ramp(deployment="new", steps=(10,))
+    good = Model(deployments=(Deployment(to="old"), Deployment(to="new", weight=0)), ramp=ramp)
+    impossible = Model(deployments=(Deployment(to="old", weight=-1), Deployment(to="new")), ramp=ramp)
+    db = await Database.open(ledger_sqlite_url)
+    try:
+        await Observer(db, Settings(models={"bad": impossible, "m": good})).look()
+        async with db.read() as c:
+            (found,) = await routes.list_weights(c)
+    finally:
+        await db.close()
+    assert (found.model, found.weights) == ("m", {"old": 9, "new": 1})
+
+
+@pytest.mark.parametrize("says", [f"vllm:spec_decode_num_draft_tokens_total {value}" for value in ("NaN", "+Inf")])
+async def test_a_place_that_talks_nonsense_keeps_no_ramp_from_falling_back(ledger_sqlite_url: str, says: str) -> None:
+    ramp = Ramp(deployment="new", steps=(10, 50), min_requests=3)
+    model = Model(deployments=(Deployment(to="old"), Deployment(to="new", weight=0)), ramp=ramp)
+    db = await Database.open(ledger_sqlite_url)
+    with ScriptedUpstream() as upstream:
+        upstream.script = Script((f"HTTP/1.1 200 OK\r\n\r\n{says}\n".encode(),))
+        place = UpstreamSettings(base_url=upstream.base_url, metrics="/metrics")
+        observer = Observer(db, Settings(upstreams={"old": place}, models={"m": model}))
+        try:
+            await observer.look()
+            async with db.begin() as c:
+                await add_failures(c, {("m", "new"): 5}, now_ms())
+            await observer.look()
+            async with db.read() as c:
+                found = await routes.find_weights(c, "m")
+        finally:
+            await db.close()
+    assert found is not None
+    assert found.weights == {"old": 1, "new": 0}
