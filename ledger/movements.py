@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.accounts import credit_line_id
@@ -83,13 +83,27 @@ async def _drawn(
 
 
 async def not_invoiced(c: AsyncConnection, team_id: str, period: str) -> int:
-    """What was drawn on the credit line up to the end of the month, less what earlier invoices ask for. Exact."""
-    i, account_id = invoices.c, credit_line_id(team_id)
-    used = select(accounts.c.debits_pico).where(accounts.c.id == account_id)
+    """What was drawn on the credit line up to the end of the month and no other invoice asks for. Exact.
+
+    Nothing is asked for twice: neither what earlier invoices ask for, nor, of a month that is finalized again after
+    later ones, what these ask for.
+    """
+    used = select(accounts.c.debits_pico).where(accounts.c.id == credit_line_id(team_id))
     if not (await c.execute(used)).scalar_one_or_none():
         return 0
-    drawn = await _drawn(c, team_id, [account_id], transfers.c.period <= period)
-    asked = select(func.coalesce(func.sum(i.due_pico), 0)).where(
-        i.team_id == team_id, i.kind == "invoice", i.state.in_(("finalized", "paid")), i.period < period
+    i = invoices.c
+    others = select(i.period, i.due_pico).where(
+        i.team_id == team_id, i.kind == "invoice", i.state.in_(("finalized", "paid")), i.period != period
     )
-    return drawn[account_id] - int((await c.execute(asked)).scalar_one())
+    asked = {row.period: int(row.due_pico) for row in await c.execute(others)}
+    left = await drawn_on_credit(c, team_id, period) - sum(due for month, due in asked.items() if month < period)
+    last = max(asked, default=period)
+    if last < period:
+        return left
+    return min(left, await drawn_on_credit(c, team_id, last) - sum(asked.values()))
+
+
+async def drawn_on_credit(c: AsyncConnection, team_id: str, until: str) -> int:
+    """What the team's usage took from its credit line up to the end of a month. Exact."""
+    account_id = credit_line_id(team_id)
+    return (await _drawn(c, team_id, [account_id], transfers.c.period <= until))[account_id]

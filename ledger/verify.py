@@ -10,17 +10,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import exists, select
+from sqlalchemy import exists, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
 from ledger.corrections import check_corrections
 from ledger.database import Database
 from ledger.month_figures import draft_statement
+from ledger.movements import drawn_on_credit
 from ledger.periods import next_period
 from ledger.posting_sql import UNBELIEVED
 from ledger.publishing import verify_versions
 from ledger.schema import invoices, periods, rollups, suspense, teams
+from ledger.sums import exact_sum, read_sum
 from ledger.verify_acts import check_acts
 from ledger.verify_journal import check_batches, check_journals
 from ledger.verify_keys import check_keys
@@ -140,7 +142,7 @@ async def _check_late(c: AsyncConnection) -> tuple[int, str | None]:
 async def _check_invoices(c: AsyncConnection, month: str | None) -> tuple[int, str | None]:
     """What was finalized is what the ledger's rows still come to, record by record (the Merkle root)."""
     i = invoices.c
-    query = select(i.number, i.team_id, i.period, i.exact_pico, i.merkle_root).where(
+    query = select(i.number, i.team_id, i.period, i.exact_pico, i.merkle_root, i.document).where(
         i.kind == "invoice", i.state.in_(("finalized", "paid"))
     )
     if month is not None:
@@ -149,8 +151,22 @@ async def _check_invoices(c: AsyncConnection, month: str | None) -> tuple[int, s
     for row in (await c.execute(query.order_by(i.period, i.team_id))).all():
         now = await draft_statement(c, row.team_id, row.period)
         counted += 1
-        if now.exact_pico != row.exact_pico:
-            return counted, f"invoice {row.number} says {row.exact_pico} pico, the month's usage {now.exact_pico}"
+        with_promo = b'"promo_pico"' in row.document  # an older version billed what promo credit paid, too
+        said, found = int(row.exact_pico), now.exact_pico if with_promo else now.consumption_pico
+        if said != found:
+            return counted, f"invoice {row.number} says {said} pico, the month's usage {found}"
         if now.merkle_root != row.merkle_root:
             return counted, f"invoice {row.number} does not seal the records that the month has now"
-    return counted, None
+    return counted, await _asked_for_too_much(c)
+
+
+async def _asked_for_too_much(c: AsyncConnection) -> str | None:
+    """No team's invoices together leave more to be paid than it drew on credit."""
+    i = invoices.c
+    query = select(i.team_id, func.max(i.period).label("last"), *exact_sum(i.due_pico))
+    query = query.where(i.kind == "invoice", i.state.in_(("finalized", "paid"))).group_by(i.team_id)
+    for row in (await c.execute(query.order_by(i.team_id))).mappings().all():
+        due, drawn = read_sum(row, "due_pico"), await drawn_on_credit(c, row["team_id"], row["last"])
+        if due > drawn:
+            return f"the invoices of team {row['team_id']} ask for {due} pico, it drew {drawn} on credit"
+    return None

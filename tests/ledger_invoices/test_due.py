@@ -7,6 +7,7 @@ import io
 import json
 
 import pytest
+from sqlalchemy import update
 
 from ledger import invoices
 from ledger.accounts import balance
@@ -16,10 +17,12 @@ from ledger.documents import format_named
 from ledger.errors import Conflict, Invalid
 from ledger.invoices import Invoice
 from ledger.money import parse_amount
-from ledger.periods import period_bounds
+from ledger.periods import next_period, period_bounds
+from ledger.schema import invoices as table
 from ledger.statements import Statement
 from ledger.teams import TeamChange, update_team
 from ledger.topups import expire_grants, grant, refund
+from ledger.verify import verify
 from tests.ledger_flow.material import USD, House, now_ms, run, used
 from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, ZONE, draft, finalized, in_month, proven
 
@@ -236,3 +239,38 @@ async def test_a_credit_note_is_whole_cents_with_a_reason_and_a_document(sqlite_
     assert (plain["kind"], plain["refers_to"], plain["amounts"]["billed"]) == ("credit_note", invoice.number, "-0.03")
     assert plain["lines"][0]["description"] == "Credit: outage"
     await proven(sqlite_house)
+
+
+async def test_a_month_finalized_again_after_later_ones_does_not_ask_for_what_they_ask_for(house: House) -> None:
+    await without_balance(house)
+    await limit(house, "1")
+    await spend(house, 10)
+    first = await closed(house)
+    await house.gates.pop().close()
+    await house.post()
+    await house.top_up(USD)
+    await spend(house, 1, THIS_MONTH)
+    await closed(house, THIS_MONTH)
+    await mark(house, first, "void")
+    await spend(house, 20, next_period(THIS_MONTH))
+    third = await closed(house, next_period(THIS_MONTH))
+    again = await finalized(house)
+    assert (first.due_pico, third.due_pico, again.due_pico) == (10 * CENT, 10 * CENT, 0)
+    for invoice in (again, third):
+        await mark(house, invoice, "paid")
+    assert await used_and_free(house) == (10 * UNIT - 10 * CENT, 100 * CENT)
+    await proven(house)
+
+
+async def test_the_proof_fails_when_invoices_ask_for_more_than_was_drawn_on_credit(house: House) -> None:
+    await without_balance(house)
+    await limit(house, "1")
+    await spend(house, 3)
+    invoice = await closed(house)
+    async with house.db.begin() as c:
+        await c.execute(update(table).where(table.c.id == invoice.id).values(due_pico=4 * CENT))
+    report = await verify(house.db, house.journal_dir)
+    (check,) = [check for check in report.checks if check.name == "invoices"]
+    assert check.difference == (
+        f"the invoices of team {house.team_id} ask for {4 * CENT} pico, it drew {3 * UNIT} on credit"
+    )
