@@ -14,17 +14,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import insert, select, update
+from sqlalchemy import and_, case, exists, false, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
 from ledger.audit import By
 from ledger.database import Database
-from ledger.entries import ROLLUP_KEYS, ROLLUP_SUMS, USAGE_COLUMNS, TransferKey, add_rollup, usage_row
-from ledger.errors import NotFound
+from ledger.entries import (
+    ROLLUP_KEYS,
+    ROLLUP_SUMS,
+    USAGE_COLUMNS,
+    AccountInfo,
+    TransferKey,
+    add_rollup,
+    transfers_of,
+    usage_row,
+)
+from ledger.errors import Conflict, NotFound
 from ledger.posting_sql import insert_rows
 from ledger.records import Settle, decode
-from ledger.schema import accounts, batches, rollups, transfers
+from ledger.schema import accounts, batches, periods, rollups, teams, transfers
 from ledger.schema import audit as audit_table
 from ledger.verify_journal import LostRow, lost_rows
 from ledger.verify_rows import PAGE, moved_out, outstanding, read_usage
@@ -57,12 +66,12 @@ async def propose(db: Database, journal_dir: Path | None) -> list[Correction]:
     """What could be posted now; empty when nothing is wrong, or nothing that a new entry can mend.
 
     One kind at a time, evidence first: sums can only be judged when the rows are there, balances when the sums are
-    right. So look again after approving.
+    right. So look again after approving. Raises Conflict for a lost request when nothing says which month billed it.
     """
     async with db.snapshot() as c:
         known = await _posted_before(c)
         if journal_dir is not None:
-            found = [_request(row, known) for row in await lost_rows(c, journal_dir, MOST)]
+            found = await _requests(c, await lost_rows(c, journal_dir, MOST), known)
             if found:
                 return found
         sums = await read_usage(c, None)
@@ -122,9 +131,81 @@ def _new(kind: Kind, words: str, entry: dict[str, Any], known: Known) -> Correct
     return Correction(f"fix_{digest[:20]}", kind, words, entry)
 
 
-def _request(row: LostRow, known: Known) -> Correction:
+async def _requests(c: AsyncConnection, lost: list[LostRow], known: Known) -> list[Correction]:
+    """Those whose month is certain. Raises Conflict when there are only others."""
+    found, uncertain = [], None
+    for row in lost:
+        try:
+            billed_in = await _billed_in(c, row)
+        except Conflict as why:
+            uncertain = uncertain or why
+        else:
+            found.append(_request(row, billed_in, known))
+    if uncertain is not None and not found:
+        raise uncertain
+    return found
+
+
+def _request(row: LostRow, billed_in: str | None, known: Known) -> Correction:
     words = f"request {row.request_id} is in the journal (frame {row.seq} of epoch {row.epoch}) and not in the ledger"
-    return _new("request", words, msgspec.to_builtins(row), known)
+    if billed_in is not None:
+        words += f"; {billed_in} bills it"
+    return _new("request", words, {**msgspec.to_builtins(row), "billed_in": billed_in}, known)
+
+
+async def _billed_in(c: AsyncConnection, lost: LostRow) -> str | None:
+    """The later month that billed the request; None: its own. Raises Conflict when nothing says which.
+
+    In one batch all of a team's usage of a month is billed by the same month, its own unless that was closed; then by
+    the next one that was open, and no transfer of the batch is of an earlier month. So the batch's transfers say it.
+    """
+    settle = decode(lost.record)
+    assert isinstance(settle, Settle)
+    closed = exists().where(periods.c.timezone == teams.c.timezone, periods.c.period >= settle.period)
+    query = select(teams.c.id).where(teams.c.id == settle.team_id, closed.where(periods.c.state == "closed"))
+    if (await c.execute(query)).first() is None:
+        return None
+    t = transfers.c
+    own = or_(*(and_(t.kind == key.kind, t.source == key.source) for key in await _moved_by(c, settle)), false())
+    query = select(t.period, func.max(case((own, 1), else_=0)).label("own")).group_by(t.period)
+    query = query.where(t.batch_id == await _batch_of(c, lost), t.team_id == settle.team_id)
+    rows = (await c.execute(query)).all()
+    if any(row.period == settle.period for row in rows):
+        return None
+    later: list[str] = sorted(row.period for row in rows if row.own and row.period > settle.period)
+    if later:
+        return later[0]
+    summed_in = await _summed_in(c, settle, lost.slot_id)  # nothing was moved for it, or that is lost, too
+    if len(summed_in) == 1:
+        return summed_in.pop() or None
+    raise Conflict(
+        f"request {lost.request_id} is in the journal (frame {lost.seq} of epoch {lost.epoch}) and not in the ledger; "
+        f"{settle.period} is closed, and neither transfers nor rollups say which month billed it: restore a backup"
+    )
+
+
+async def _summed_in(c: AsyncConnection, settle: Settle, slot_id: str) -> set[str]:
+    """The months ("": its own) of the rollups that the request may have gone into."""
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    add_rollup(sums, settle, slot_id)
+    (key,) = sums
+    here = [rollups.c[name] == value for name, value in zip(ROLLUP_KEYS, key, strict=True) if name != "billed_in"]
+    return set((await c.execute(select(rollups.c.billed_in).where(*here))).scalars())
+
+
+async def _moved_by(c: AsyncConnection, settle: Settle) -> list[TransferKey]:
+    a = accounts.c
+    query = select(a.id, a.kind, a.currency).where(a.id.in_([charge.account_id for charge in settle.charges]))
+    infos = {row.id: AccountInfo(row.kind, row.currency) for row in await c.execute(query)}
+    return [key for key, amount in transfers_of(settle, infos) if amount]
+
+
+async def _batch_of(c: AsyncConnection, lost: LostRow) -> str:
+    b = batches.c
+    query = select(b.id).where(b.slot_id == lost.slot_id, b.epoch == lost.epoch)
+    query = query.where(b.first_seq <= lost.seq, b.last_seq >= lost.seq)
+    batch_id: str = (await c.execute(query)).scalar_one()
+    return batch_id
 
 
 def _transfer(key: TransferKey, missing_pico: int, known: Known) -> Correction:
@@ -166,7 +247,7 @@ async def _post(c: AsyncConnection, correction: Correction, now_ms: int) -> None
     entry, batch_id = correction.entry, f"{BATCH}{correction.id}"
     match correction.kind:
         case "request":
-            await _post_request(c, msgspec.convert(entry, LostRow))
+            await _post_request(c, msgspec.convert(entry, LostRow), entry["billed_in"])
         case "transfer":
             row = {**entry, "id": f"{batch_id}:0", "batch_id": batch_id, "at_ms": now_ms}
             await c.execute(insert(transfers).values(row))
@@ -183,26 +264,13 @@ async def _post(c: AsyncConnection, correction: Correction, now_ms: int) -> None
             await c.execute(update(accounts).where(a.id == entry["account"]).values(changed))
 
 
-async def _post_request(c: AsyncConnection, lost: LostRow) -> None:
+async def _post_request(c: AsyncConnection, lost: LostRow, billed_in: str | None) -> None:
     """The row as it was posted, in the batch that it was in: its other effects are there."""
     settle = decode(lost.record)
     assert isinstance(settle, Settle)
-    b = batches.c
-    query = select(b.id).where(b.slot_id == lost.slot_id, b.epoch == lost.epoch)
-    batch_id = (await c.execute(query.where(b.first_seq <= lost.seq, b.last_seq >= lost.seq))).scalar_one()
-    billed_in = await _billed_in(c, settle, lost.slot_id)
+    batch_id = await _batch_of(c, lost)
     row = usage_row(settle, lost.slot_id, lost.epoch, lost.seq, batch_id, lost.record, billed_in)
     await insert_rows(c, "usage", USAGE_COLUMNS, [row])
-
-
-async def _billed_in(c: AsyncConnection, settle: Settle, slot_id: str) -> str | None:
-    """The later month that the rollups say it was billed in; None: its own."""
-    sums: dict[tuple[Any, ...], list[int]] = {}
-    add_rollup(sums, settle, slot_id)
-    (key,) = sums
-    here = [rollups.c[name] == value for name, value in zip(ROLLUP_KEYS, key, strict=True) if name != "billed_in"]
-    months = set((await c.execute(select(rollups.c.billed_in).where(*here))).scalars())
-    return months.pop() or None if len(months) == 1 else None
 
 
 async def _posted_before(c: AsyncConnection) -> Known:

@@ -7,11 +7,12 @@ from sqlalchemy import func, select, text
 
 from ledger.audit import By
 from ledger.corrections import Correction, approve, propose
-from ledger.errors import NotFound
+from ledger.errors import Conflict, NotFound
 from ledger.schema import audit, rollups, transfers, usage
 from ledger.verify import verify
-from tests.ledger_flow.material import House, now_ms, run
+from tests.ledger_flow.material import House, now_ms, run, used
 from tests.ledger_flow.test_holds import proven
+from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, finalized, in_month
 
 
 async def spent(house: House) -> None:
@@ -130,3 +131,44 @@ async def test_beside_a_live_server_a_correction_counts_what_is_posted_meanwhile
     await approve(house.db, house.journal_dir, By("ops", now_ms(), "live"), found.id)
     assert (await house.account()).debits_pico == sum(row.cost_usd_pico for row in await house.rows())
     await proven(house)
+
+
+async def late_beside_timely(house: House) -> None:
+    """Two requests of one hour, the second posted after the close of their month, which is finalized."""
+    gate = await house.gate()
+    await run(gate, in_month(house))
+    await house.post()
+    held = await gate.hold(in_month(house))
+    by = By("finance", now_ms())
+    for _ in range(2):
+        month = await house.try_to_close(LAST_MONTH, house.timezone, by, leave_out=[gate.leases.slot_id])
+    assert month.state == "closed"
+    await finalized(house)
+    await held.settle(used())
+    await house.post()
+    await proven(house)
+
+
+async def test_a_lost_late_request_goes_back_to_the_month_that_billed_it(either: House) -> None:
+    await late_beside_timely(either)
+    before = await either.rows()
+    assert [row.billed_in for row in before] == [None, THIS_MONTH]
+    await damage(either, "DELETE FROM usage WHERE billed_in IS NOT NULL")
+    (mended,) = await approve_all(either)
+    assert mended.words.endswith(f"{THIS_MONTH} bills it")
+    assert await either.rows() == before
+    await damage(either, "DELETE FROM usage WHERE billed_in IS NULL")
+    await approve_all(either)
+    assert await either.rows() == before
+    await proven(either)
+
+
+async def test_a_lost_request_whose_month_nothing_tells_is_not_proposed(either: House) -> None:
+    await late_beside_timely(either)
+    await damage(
+        either,
+        f"DELETE FROM transfers WHERE period = '{THIS_MONTH}' AND batch_id IS NOT NULL",
+        "DELETE FROM usage WHERE billed_in IS NOT NULL",
+    )
+    with pytest.raises(Conflict, match="neither transfers nor rollups say which month billed it: restore a backup"):
+        await propose(either.db, either.journal_dir)
