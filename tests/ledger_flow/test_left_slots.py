@@ -11,6 +11,7 @@ from ledger.errors import JournalDamaged
 from ledger.left_slots import LeftSlots
 from ledger.schema import epochs
 from tests.ledger_flow.material import House, crash, run, used
+from tests.ledger_flow.test_holds import proven
 
 
 async def open_epochs(house: House) -> list[tuple[int, int]]:
@@ -38,6 +39,7 @@ async def test_workers_that_died_or_ended_with_requests_open_are_recovered_whate
     await living.close()
     await either.post()
     assert await either.leased() == 0
+    await proven(either)
 
 
 async def test_slots_whose_workers_are_about_to_start_are_left_to_them(house: House) -> None:

@@ -35,7 +35,6 @@ from ledger.quotas import Scope
 from ledger.schema import epochs, leases, slots
 from ledger.teams import TeamChange, update_team
 from ledger.topups import expire_grants, grant, refund
-from ledger.unused import end_unused_slots
 from ledger.verify import verify
 from ledger.verify_acts import check_acts
 from ledger.verify_keys import check_keys
@@ -359,20 +358,6 @@ async def test_a_journal_removed_under_a_live_server_is_noticed_by_it_and_by_the
     with pytest.raises(LedgerUnavailable, match="journal's disk"):
         await gate.hold(house.ask())
     crash(house, gate)
-
-
-async def test_slots_that_no_worker_uses_any_more_are_ended(house: House) -> None:
-    gates = [await house.gate(slot) for slot in range(3)]
-    for gate in gates:
-        await run(gate, house.ask())
-    crash(house, gates[1])
-    crash(house, gates[2])
-    await house.post()
-    assert await end_unused_slots(house.db, house.journal_dir, in_use=[0, 1]) == [2]
-    await house.post()
-    assert await end_unused_slots(house.db, house.journal_dir, in_use=[]) == [1]  # 0 is locked by its worker
-    await house.post()
-    await proven(house)
 
 
 async def test_a_slot_in_use_cannot_be_opened_or_declared_lost(either: House) -> None:
