@@ -549,5 +549,8 @@ ramps = _table(
     Column("state", Text, nullable=False),  # climbing | done | fallen_back
     Column("share_percent", Integer, nullable=False),  # of the deployment that is ramped up
     Column("step_ms", Int, nullable=False),
+    Column("deployment", Text),  # that is ramped up; NULL in this and the next two: of before they were kept
+    Column("weights", Text),  # as the ramp set them, JSON: others were set by hand
+    Column("set_ms", Int),
     CheckConstraint("state IN ('climbing', 'done', 'fallen_back')", name="state"),
 )

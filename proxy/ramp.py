@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ledger import routes
+from ledger import audit, routes
 from ledger.acceptance import Drafted, list_states
 from ledger.audit import By
 from ledger.comparison import DeploymentFigures, compare_deployments
@@ -35,6 +35,11 @@ class Standing(msgspec.Struct, frozen=True):
     state: State
     share_percent: int
     step_ms: int
+    deployment: str | None = None
+    """Whose ramp it is. None, as in the next two: it stands since before this was kept."""
+    weights: dict[str, int] | None = None
+    """As it set them, at `set_ms`: what is set otherwise was set by hand."""
+    set_ms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,11 @@ class Figures:
 class Step:
     """What to do, and why in words."""
 
-    state: State
+    state: State | Literal["ended"]
     share_percent: int
     reason: str
+    since_ms: int | None = None
+    """None: it begins now."""
 
 
 def trouble(ramp: Ramp, figures: Figures) -> str | None:
@@ -115,11 +122,15 @@ def weights(ramp: Ramp, name: str, model: Model, share_percent: int) -> dict[str
     if not any(configured.values()):
         configured = dict.fromkeys(configured, 1)
     rest = sum(configured.values())
-    exact = {ramp.deployment: share_percent * rest}
-    exact |= {other: weight * (100 - share_percent) for other, weight in configured.items()}
-    common = math.gcd(*exact.values())
-    beyond = max(1, -(-max(exact.values()) // (common * routes.MAX_WEIGHT)))  # nothing divides them: rounded
-    return {name: max(min(1, weight), weight // (common * beyond)) for name, weight in exact.items()}
+    others = {other: weight * (100 - share_percent) for other, weight in configured.items()}
+    exact = _divided({ramp.deployment: share_percent * rest, **others})
+    beyond = -(-max(exact.values()) // routes.MAX_WEIGHT)  # above 1 where nothing divides large ones: rounded then
+    return {name: max(min(1, weight), weight // beyond) for name, weight in exact.items()}
+
+
+def _divided(found: dict[str, int]) -> dict[str, int]:
+    common = math.gcd(*found.values())
+    return {name: weight // common for name, weight in found.items()}
 
 
 async def take_step(c: AsyncConnection, name: str, model: Model, ramp: Ramp, now_ms: int) -> Step | None:
@@ -127,36 +138,76 @@ async def take_step(c: AsyncConnection, name: str, model: Model, ramp: Ramp, now
 
     Weights that somebody set by hand end the ramp; once they are cleared, it begins anew.
     """
-    standing = await find_standing(c, name)
-    set_now = await routes.find_weights(c, name)
-    if standing is not None:
-        if set_now is None:
-            standing = None
-        elif set_now.weights != weights(ramp, name, model, standing.share_percent):
-            return None
-    elif set_now is not None:
-        return None
-    figures, recent = Figures(), Figures()
-    if standing is not None:
-        figures, recent = await _since(c, name, ramp, standing, now_ms)
-    step = decide(ramp, standing, figures, now_ms, recent)
+    standing, set_now = seen = await _seen(c, name)
+    step = await _due(c, name, model, ramp, standing, set_now, now_ms)
     if step is None:
         return None
+    await audit.lock(c)  # where there is no row yet, nothing else keeps two hosts from beginning both
+    if await _seen(c, name) != seen:
+        return None  # somebody was faster: look again
+    by = By(ACTOR, now_ms, step.reason)
+    if step.state == "ended":
+        await c.execute(delete(ramps).where(ramps.c.model == name))
+        await audit.record(c, by, "ramp.end", routes.SUBJECT, name, before=standing, after=set_now)
+        return step
     shares = weights(ramp, name, model, step.share_percent)
-    if set_now is None or set_now.weights != shares:
-        await routes.set_weights(c, By(ACTOR, now_ms, step.reason), name, shares)
-    await _store(c, Standing(name, step.state, step.share_percent, now_ms))
+    set_ms = now_ms
+    if set_now is not None and set_now.weights == shares:
+        set_ms = set_now.set_ms
+    else:
+        await routes.set_weights(c, by, name, shares)
+    since_ms = now_ms if step.since_ms is None else step.since_ms
+    await _store(c, Standing(name, step.state, step.share_percent, since_ms, ramp.deployment, shares, set_ms))
     return step
 
 
+async def _due(
+    c: AsyncConnection,
+    name: str,
+    model: Model,
+    ramp: Ramp,
+    standing: Standing | None,
+    set_now: routes.RouteWeights | None,
+    now_ms: int,
+) -> Step | None:
+    if standing is None and set_now is not None:
+        return None
+    if standing is None or set_now is None:
+        return decide(ramp, None, Figures(), now_ms)
+    shares = weights(ramp, name, model, standing.share_percent)
+    if standing.weights is None:
+        by_hand = _divided(set_now.weights) != shares
+    else:
+        by_hand = (standing.weights, standing.set_ms) != (set_now.weights, set_now.set_ms)
+    if by_hand:
+        return Step("ended", standing.share_percent, f"the ramp of {ramp.deployment} ends: weights were set by hand")
+    if standing.deployment not in (None, ramp.deployment):
+        return decide(ramp, None, Figures(), now_ms)
+    figures, recent = await _since(c, name, ramp, standing, now_ms)
+    step = decide(ramp, standing, figures, now_ms, recent)
+    if step is None and (standing.weights is None or standing.weights != shares):
+        reason = f"{standing.share_percent} % for {ramp.deployment}, by the configuration as it is now"
+        step = Step(standing.state, standing.share_percent, reason, standing.step_ms)
+    return step
+
+
+async def _seen(c: AsyncConnection, name: str) -> tuple[Standing | None, routes.RouteWeights | None]:
+    return await find_standing(c, name), await routes.find_weights(c, name)
+
+
 async def find_standing(c: AsyncConnection, name: str) -> Standing | None:
-    row = (await c.execute(select(ramps).where(ramps.c.model == name).with_for_update())).one_or_none()
-    return None if row is None else Standing(**row._mapping)
+    row = (await c.execute(select(ramps).where(ramps.c.model == name))).one_or_none()
+    if row is None:
+        return None
+    found = dict(row._mapping)
+    found["weights"] = None if found["weights"] is None else msgspec.json.decode(found["weights"], type=dict[str, int])
+    return Standing(**found)
 
 
 async def _store(c: AsyncConnection, standing: Standing) -> None:
     build = postgresql.insert if c.dialect.name == "postgresql" else sqlite.insert
     row = msgspec.structs.asdict(standing)
+    row["weights"] = msgspec.json.encode(standing.weights, order="sorted").decode()
     await c.execute(build(ramps).values(row).on_conflict_do_update(index_elements=["model"], set_=row))
 
 

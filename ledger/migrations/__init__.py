@@ -16,7 +16,7 @@ from ledger.database import Database
 from ledger.errors import LedgerError
 from ledger.schema import metadata
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 """All revisions in order, oldest first; the last one is what this release works with."""
 APPEND_ONLY = ("audit", "fx_rates", "price_versions", "price_items")
 """Tables whose rows triggers keep from being changed or deleted."""

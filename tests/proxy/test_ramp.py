@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
+from sqlalchemy import insert
 
 from ledger import routes
-from ledger.audit import By
+from ledger.audit import By, list_entries
 from ledger.database import Database
 from ledger.deployments import add_failures, failures_of
+from ledger.schema import ramps
 from proxy.ids import now_ms
 from proxy.observer import Observer
-from proxy.ramp import Figures, Standing, State, decide, weights
+from proxy.ramp import Figures, Standing, State, Step, decide, find_standing, take_step, weights
 from proxy.settings import Deployment, Model, Ramp, Settings
 from proxy.settings import Upstream as UpstreamSettings
 from tests.proxy.scripted import Script, ScriptedUpstream
@@ -130,8 +134,6 @@ class Ramping:
         self.gateway = gateway
 
     def look(self) -> None:
-        import asyncio
-
         async def act() -> None:
             db = await Database.open(self.gateway.settings.storage.database)
             try:
@@ -143,10 +145,17 @@ class Ramping:
 
     def steps(self) -> list[tuple[str, Any, str]]:
         """(actor, weights, reason) of each change of the route, oldest first."""
+        acts = [item for item in self._audit() if item["action"].startswith("route.")]
+        return [(item["actor"], item["after"], item["reason"]) for item in acts]
+
+    def acts(self) -> list[tuple[str, str]]:
+        """(actor, action) of all that was done to routes, oldest first."""
+        return [(item["actor"], item["action"]) for item in self._audit() if item["subject_kind"] == "route"]
+
+    def _audit(self) -> list[dict[str, Any]]:
         headers = {"authorization": f"Bearer {'t' * 32}"}
         found = httpx.get(f"http://127.0.0.1:{self.gateway.port}/admin/v1/audit?limit=1000", headers=headers).json()
-        acts = [item for item in found["data"] if item["action"].startswith("route.")]
-        return [(item["actor"], item["after"], item["reason"]) for item in reversed(acts)]
+        return list(reversed(found["data"]))
 
     def use(self, requests: int) -> None:
         """So many requests, and their rows posted."""
@@ -194,12 +203,105 @@ def test_weights_that_were_set_by_hand_are_left_alone(ramped: Gateway) -> None:
     ramping = Ramping(ramped)
 
     async def by_hand(c: Any) -> None:
-        await routes.set_weights(c, By("ann", 1), "m", {"old": 2, "new": 1})
+        await routes.set_weights(c, By("ann", 1), "m", {"old": 1, "new": 1})
 
     ramping.look()
     ramped.ledger(by_hand)
     ramping.look()
+    ramping.look()
+    assert [(actor, action) for actor, action in ramping.acts() if action != "route.set"] == [("ramp", "ramp.end")]
     assert [actor for actor, _, _ in ramping.steps()] == ["ramp", "ann"]
+
+    async def clear(c: Any) -> None:
+        await routes.clear_weights(c, By("ann", 2), "m")
+
+    ramped.ledger(clear)
+    ramping.look()
+    assert ramping.steps()[-1][:2] == ("ramp", {"old": 1, "new": 1})  # it begins anew
+
+
+OLD, NEW, THIRD = (Deployment(to=name) for name in ("old", "new", "third"))
+
+
+class Ledger:
+    """A ledger and a clock, on which ramps are looked at with one configuration after the other."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        self.now = 0
+
+    async def look(self, *deployments: Deployment, ramp: Ramp = RAMP) -> Step | None:
+        self.now += 1_000
+        model = Model(deployments=deployments, ramp=ramp)
+        async with self.db.begin() as c:
+            return await take_step(c, "m", model, ramp, self.now)
+
+    async def weights(self) -> dict[str, int]:
+        async with self.db.read() as c:
+            found = await routes.find_weights(c, "m")
+        assert found is not None
+        return found.weights
+
+    async def standing(self) -> Standing:
+        async with self.db.read() as c:
+            found = await find_standing(c, "m")
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
+    db = await Database.open(ledger_url)
+    yield Ledger(db)
+    await db.close()
+
+
+async def test_another_configuration_is_followed_and_does_not_disarm_the_ramp(ledger: Ledger) -> None:
+    await ledger.look(OLD, NEW)
+    assert await ledger.weights() == {"old": 9, "new": 1}
+    step = await ledger.look(OLD, msgspec.structs.replace(THIRD, weight=200), NEW)
+    assert step is not None
+    assert await ledger.weights() == {"old": 3, "third": 6, "new": 1}
+    assert await ledger.look(OLD, msgspec.structs.replace(THIRD, weight=200), NEW) is None
+    assert (await ledger.standing()).step_ms == 1_000  # the step has held since it began
+    async with ledger.db.begin() as c:
+        await add_failures(c, {("m", "new"): 100}, ledger.now)
+    await ledger.look(OLD, NEW)
+    assert await ledger.weights() == {"old": 1, "new": 0}
+    await ledger.look(OLD, msgspec.structs.replace(THIRD, weight=200), NEW)
+    assert await ledger.weights() == {"old": 1, "third": 2, "new": 0}
+    assert (await ledger.standing()).state == "fallen_back"
+
+
+async def test_a_ramp_of_another_deployment_begins_at_its_own_first_step(ledger: Ledger) -> None:
+    await ledger.look(OLD, NEW, ramp=msgspec.structs.replace(RAMP, steps=(50,)))
+    step = await ledger.look(OLD, NEW, THIRD, ramp=msgspec.structs.replace(RAMP, deployment="third"))
+    assert step is not None
+    assert (step.share_percent, (await ledger.standing()).deployment) == (10, "third")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_ramp_of_an_older_release_goes_on_unless_weights_were_set_by_hand(
+    ledger: Ledger, by_hand: bool
+) -> None:
+    old = {"old": 1, "new": 1} if by_hand else {"old": 9_000, "new": 1_000}
+    async with ledger.db.begin() as c:
+        await c.execute(insert(ramps).values(model="m", state="climbing", share_percent=10, step_ms=5))
+        await routes.set_weights(c, By("ramp", 5), "m", old)
+    step = await ledger.look(OLD, NEW)
+    assert step is not None
+    if by_hand:
+        assert (step.state, await ledger.weights()) == ("ended", old)
+        assert await ledger.look(OLD, NEW) is None
+    else:
+        assert (await ledger.weights(), (await ledger.standing()).step_ms) == ({"old": 9, "new": 1}, 5)
+
+
+async def test_two_hosts_that_look_at_once_begin_once(ledger: Ledger) -> None:
+    first = await asyncio.gather(*(ledger.look(OLD, NEW) for _ in range(4)))
+    assert len([step for step in first if step is not None]) == 1
+    async with ledger.db.read() as c:
+        assert len((await list_entries(c, subject_kind="route")).items) == 1
 
 
 async def test_one_model_that_cannot_be_looked_at_keeps_no_other_from_its_ramp(ledger_sqlite_url: str) -> None:
