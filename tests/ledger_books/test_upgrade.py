@@ -16,6 +16,7 @@ from ledger.database import Database
 from ledger.keys import find_by_hash
 from ledger.migrations import REVISIONS, migrate_database, require_current
 from ledger.money import FxRate
+from ledger.movements import not_invoiced
 from ledger.prices import PriceBook, items_of, latest_version
 from ledger.publishing import publish_fx
 from ledger.quotas import applicable
@@ -108,3 +109,44 @@ async def test_the_books_go_on_after_an_upgrade(old: Database) -> None:
         assert {item.cny_pico for item in await items_of(c, version.id)} == {80}
         assert await latest_version(c) == version
         assert await verify_chain(c) == (await latest_seq(c), None)
+
+
+CENT = 10**10
+
+
+async def test_what_was_drawn_on_credit_before_the_upgrade_is_asked_for_by_the_invoices_there_are(
+    old: Database,
+) -> None:
+    """10.5, 1.5, 3 and 2.7 cents in four months: the first is paid, the second void, the third open, the last new."""
+    months = {"2026-01": 105, "2026-02": 15, "2026-03": 30, "2026-04": 27}
+    async with old.begin() as c:
+        await c.execute(
+            text(
+                "UPDATE accounts SET target_pico = :c, credits_pico = :c, debits_pico = :d WHERE kind = 'credit_line'"
+            ),
+            {"c": 100 * CENT, "d": sum(months.values()) * CENT // 10},
+        )
+        for month, tenths in months.items():
+            row = {"id": month, "amount": tenths * CENT // 10}
+            await c.execute(
+                text(
+                    "INSERT INTO transfers (id, batch_id, at_ms, kind, source, destination, amount_pico, currency, "
+                    "team_id, period) VALUES (:id, 'b', 1, 'usage', 'credit:acme', 'revenue:m', :amount, 'CNY', 'acme', :id)"
+                ),
+                row,
+            )
+        for month, state in (("2026-01", "paid"), ("2026-02", "void"), ("2026-03", "finalized")):
+            row = {"id": month, "state": state, "billed": 50 * CENT}
+            await c.execute(
+                text(
+                    "INSERT INTO invoices (id, team_id, period, kind, state, currency, carry_in_pico, exact_pico,"
+                    " billed_pico, carry_out_pico, exact_usd_pico, exact_cny_pico, created_ms) VALUES"
+                    " (:id, 'acme', :id, 'invoice', :state, 'CNY', 0, :billed, :billed, 0, 0, :billed, 1)"
+                ),
+                row,
+            )
+    await migrate_database(old)
+    async with old.begin() as c:
+        query = text("SELECT due_pico FROM invoices ORDER BY id")
+        assert [int(due) for due in (await c.execute(query)).scalars()] == [10 * CENT, 0, 3 * CENT]
+        assert await not_invoiced(c, "acme", "2026-04") == sum(months.values()) * CENT // 10 - 13 * CENT

@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from ledger import invoices
 from ledger.accounts import balance
@@ -274,3 +274,19 @@ async def test_the_proof_fails_when_invoices_ask_for_more_than_was_drawn_on_cred
     assert check.difference == (
         f"the invoices of team {house.team_id} ask for {4 * CENT} pico, it drew {3 * UNIT} on credit"
     )
+
+
+async def test_the_proof_holds_for_an_invoice_that_billed_promo_credit_as_earlier_versions_did(house: House) -> None:
+    await give(house, 5, at_ms=START_MS + 1, expires_at_ms=END_MS + 10**10)
+    await spend(house, 10)
+    invoice = await closed(house)
+    async with house.db.begin() as c:
+        query = select(table.c.document).where(table.c.id == invoice.id)
+        document = json.loads((await c.execute(query)).scalar_one())
+        for name in ("promo_pico", "on_credit_pico", "due_pico", "movements"):
+            del document[name]
+        figures = {"exact_pico": 10 * UNIT, "billed_pico": 10 * CENT, "carry_out_pico": 10 * UNIT - 10 * CENT}
+        values = {**figures, "document": json.dumps(document | figures).encode()}
+        await c.execute(update(table).where(table.c.id == invoice.id).values(values))
+    report = await verify(house.db, house.journal_dir)
+    assert [check.difference for check in report.checks if check.name == "invoices"] == [None]

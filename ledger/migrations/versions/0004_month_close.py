@@ -6,7 +6,9 @@ Revision ID: 0004
 import sqlalchemy as sa
 from alembic import op
 
+from ledger.money import floor_to_cent
 from ledger.schema import PicoSum
+from ledger.sums import exact_sum, read_sum
 
 revision = "0004"
 down_revision = "0003"
@@ -34,6 +36,7 @@ def upgrade() -> None:
     op.add_column("periods", sa.Column("closing_ms", Int, nullable=True))
     op.add_column("slots", sa.Column("unsealed_requests", Int, nullable=True))
     op.add_column("invoices", sa.Column("due_pico", PicoSum(), server_default="0", nullable=False))
+    set_what_is_due()
     op.create_table(
         "seals",
         sa.Column("slot_id", sa.Text(), nullable=False),
@@ -49,6 +52,26 @@ def upgrade() -> None:
         op.execute(f"ALTER TABLE rollups DROP CONSTRAINT pk_rollups, ADD CONSTRAINT pk_rollups PRIMARY KEY ({KEYS})")
     else:
         rebuild_rollups_on_sqlite()
+
+
+def set_what_is_due() -> None:
+    """The invoices there are ask for what their months drew on credit, so that no later one does. What is paid refilled
+    no credit line, and does not now."""
+    amount, due = sa.column("amount_pico", PicoSum()), sa.column("due_pico", PicoSum())
+    invoices = sa.table("invoices", *map(sa.column, ("id", "team_id", "period", "kind", "state", "billed_pico")), due)
+    transfers = sa.table("transfers", *map(sa.column, ("kind", "source", "period")), amount)
+    i, t, c = invoices.c, transfers.c, op.get_bind()
+    live = sa.select(i.id, i.team_id, i.period, i.billed_pico).where(i.kind == "invoice", i.state != "void")
+    left: dict[str, int] = {}
+    """Team → what its invoices so far leave of what it drew."""
+    for row in c.execute(live.order_by(i.team_id, i.period)).all():
+        drawn = sa.select(*exact_sum(amount)).where(
+            t.kind == "usage", t.source == f"credit:{row.team_id}", t.period == row.period
+        )
+        not_asked = left.get(row.team_id, 0) + read_sum(c.execute(drawn).mappings().one(), "amount_pico")
+        asked = min(int(row.billed_pico), floor_to_cent(not_asked)[0])
+        left[row.team_id] = not_asked - asked
+        c.execute(sa.update(invoices).where(i.id == row.id).values(due_pico=asked))
 
 
 def rebuild_rollups_on_sqlite() -> None:
