@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
-from ledger.records import FailedAttempt
 from proxy.openai.errors import upstream_error, upstream_timeout
-from proxy.openai.requests import prompt_text
 from proxy.routing import Deployment
 from proxy.run import Run
 from proxy.upstream import UpstreamFailed
@@ -46,15 +44,6 @@ async def in_time(run: Run, deployment: Deployment, awaitable: Awaitable[T], sec
             raise
         message = f"The upstream `{deployment.upstream.name}` did not answer in time."
         raise UpstreamFailed("timeout", upstream_timeout(message)) from error
-
-
-def note_cost(run: Run, deployment: Deployment, error: UpstreamFailed) -> None:
-    """What a failed attempt costs at least: the prompt, if the provider took it."""
-    if deployment.price is not None and not error.refused:
-        text = prompt_text(run.request.call.fields)
-        cost = deployment.price.cost(deployment.upstream.counting.prompt_tokens(text), 0, 0)
-        if cost:
-            run.failed_attempts.append(FailedAttempt(deployment.name, cost))
 
 
 def broken(deployment: Deployment, what: str) -> UpstreamFailed:

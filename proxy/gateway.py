@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import structlog
 
 from ledger.errors import AlreadyAnswered, InsufficientQuota, LedgerError
-from ledger.gate import Gate, Outcome, Tokens
+from ledger.gate import Gate
 from ledger.records import Status
 from policies.access import Network, check_access
 from policies.admission import Admission, Slot
@@ -33,11 +33,11 @@ from proxy.asgi import (
     refuse_packed_body,
     text,
 )
-from proxy.attempts import QUEUE_S, attempts, broken, in_time, note_cost, worth_another_try
+from proxy.attempts import QUEUE_S, attempts, broken, in_time, worth_another_try
 from proxy.auth import Keyring
 from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
-from proxy.metering import Settled, measured, without_generation
+from proxy.metering import without_generation
 from proxy.metrics import Metrics
 from proxy.notices import Notices
 from proxy.openai.chunks import StreamReader
@@ -51,13 +51,13 @@ from proxy.openai.errors import (
     shutting_down,
 )
 from proxy.openai.plain import NoAnswer
-from proxy.openai.requests import prompt_text, refuse_surcharges
+from proxy.openai.requests import refuse_surcharges
 from proxy.openai.unstreamed import Unstreamed, is_unstreamed
-from proxy.openai.usage import Counts
 from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
 from proxy.routing import Deployment, Route
 from proxy.run import Request, Run
+from proxy.settling import charge, let_go, note_cost, used
 from proxy.upstream import Answer, Kind, Patience, UpstreamFailed, failure_of, read_all
 from proxy.watch import Interrupted, Watch
 
@@ -161,34 +161,37 @@ class Gateway:
             raise
         watch = Watch(receive, candidates[0].upstream.patience.total)
         run = Run(request, hold, ticket, watch, reply)
+        status: Status = "failed"
         try:
             await self._forward(run, candidates)
         except Refusal:
             ticket.cancel()
             raise
         except Interrupted:  # the client has gone, and nothing was delivered
+            status = "cancelled"
             self._metrics.refused("client_gone")
         finally:
             watch.close()
             ticket.release()
-            await hold.void("no answer")  # does nothing once it is settled
+            await let_go(run, status, "no answer")
 
     # Who answers
 
     async def _forward(self, run: Run, candidates: list[Deployment]) -> None:
         """Ask one deployment after the other until one begins to answer."""
         failure: UpstreamFailed | None = None
+        last: UpstreamFailed | None = None  # of the try before this one; None: it was not asked
         for deployment, tries in attempts(candidates):
-            if tries > 1 and not await worth_another_try(run, deployment, failure, tries):
+            if tries > 1 and not await worth_another_try(run, deployment, last, tries):
                 continue
-            run.deployment = deployment
-            run.attempts += 1
             patience = deployment.upstream.patience
             slot = self._admission.slot(deployment.upstream.name, run.request.principal.team_id)
             try:
                 if not slot.take():
                     run.watch.restart(QUEUE_S)
                     await in_time(run, deployment, slot.acquire(), QUEUE_S)
+                run.deployment = deployment
+                run.attempts += 1
                 run.watch.restart(patience.total)
                 if run.request.call.streamed:
                     broke = await self._stream(run, deployment, patience, slot)
@@ -196,14 +199,16 @@ class Gateway:
                     broke = False
                     await self._answer(run, deployment, patience, slot)
             except Refusal:  # its queue is full, or was too slow: it was not asked
-                run.attempts -= 1
-                failure = None
+                last = None
                 if deployment is candidates[-1]:
-                    raise
+                    if failure is None:
+                        raise
+                    break  # what an upstream said before tells whether to ask again
             except UpstreamFailed as error:
-                failure = error
+                failure = last = error
+                slot.release()
                 self._failed(run, deployment, error.kind, error.pause_ms)
-                note_cost(run, deployment, error)
+                await note_cost(run, deployment, error)
                 if error.kind == "request":
                     break
             else:
@@ -216,8 +221,6 @@ class Gateway:
                 slot.release()
         assert failure is not None
         run.ticket.release(0)
-        if run.failed_attempts:
-            await self._settle_in_vain(run)
         raise failure.error
 
     def _failed(self, run: Run, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
@@ -263,15 +266,16 @@ class Gateway:
             raise broken(deployment, f"its answer is none: {error}") from error
         counting = deployment.upstream.counting
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
-        tokens = measured(
+        tokens = await used(
+            run,
+            counting,
             told,
-            prompt_tokens=lambda: counting.prompt_tokens(prompt_text(request.call.fields)),
             generated_tokens=lambda: counting.answer_tokens(plain.text(), None) if request.dialect.generates else 0,
             reason="no_usage",
             absurd=plain.absurd,
         )
         answer = keep(False, body, run.dialect.native) if request.once is not None else None
-        settled = await self._settle(run, "completed", tokens, told, answer=answer)
+        settled = await charge(run, self._metrics, "completed", tokens, told, answer=answer)
         body = plain.body(settled.usage(generates=request.dialect.generates))
         await run.reply.whole(200, body, [JSON, *run.headers(settled)])
 
@@ -291,6 +295,7 @@ class Gateway:
         answer = await in_time(run, deployment, self._send(run, deployment), patience.first_byte)
         if not run.dialect.native and is_unstreamed(answer):
             answer = Unstreamed(answer, reader)
+            patience = patience.for_one_piece()
         if deployment.upstream.counting.needs_text:
             reader.keep_text()
         relay = Relay(deployment.upstream.name, answer, reader, run.watch, patience)
@@ -319,13 +324,13 @@ class Gateway:
         self, run: Run, deployment: Deployment, ending: Ending, reader: StreamReader, relay: Relay
     ) -> None:
         """Settle what was delivered, then let the client see the end."""
-        request, counting = run.request, deployment.upstream.counting
-        told = reader.usage
+        told, counting = reader.usage, deployment.upstream.counting
         if told is None and not reader.delivered_deltas and ending.how in ("gone", "broken"):
             return await self._nothing(run, ending, reader)
-        tokens = measured(
+        tokens = await used(
+            run,
+            counting,
             told,
-            prompt_tokens=lambda: counting.prompt_tokens(prompt_text(request.call.fields)),
             generated_tokens=lambda: counting.answer_tokens(
                 reader.text(), None if reader.is_whole else reader.delivered_deltas
             ),
@@ -334,7 +339,7 @@ class Gateway:
             unreported=reader.unreported,
         )
         answer = relay.recorder.kept() if relay.recorder is not None and ending.how == "done" else None
-        settled = await self._settle(run, ending.status, tokens, told, relay.first_token_ns, answer)
+        settled = await charge(run, self._metrics, ending.status, tokens, told, relay.first_token_ns, answer)
         if ending.how == "gone":
             return None
         if ending.error is not None:
@@ -343,8 +348,7 @@ class Gateway:
 
     async def _nothing(self, run: Run, ending: Ending, reader: StreamReader) -> None:
         """A stream that brought no token costs nothing."""
-        await run.hold.void(ending.how)
-        run.settled = True
+        await let_go(run, ending.status, ending.how)
         run.ticket.release(0)
         if ending.error is not None and run.reply.begun:
             await self._end(run, reader.error_event(ending.error))
@@ -356,52 +360,6 @@ class Gateway:
         run.watch.restart(patience.idle)
         with contextlib.suppress(Interrupted):
             await run.watch.wait(run.reply.end(data), "idle", patience.idle)
-
-    # What it cost
-
-    async def _settle(
-        self,
-        run: Run,
-        status: Status,
-        tokens: Tokens,
-        told: Counts | None,
-        first_token_ns: int | None = None,
-        answer: bytes | None = None,
-    ) -> Settled:
-        deployment = run.deployment
-        assert deployment is not None
-        if told is not None:
-            run.draft_model = told.draft_model or deployment.draft
-        price = deployment.price
-        outcome = Outcome(
-            status,
-            deployment.name,
-            run.draft_model,
-            tokens,
-            attempts=run.attempts,
-            provider_cost_usd_pico=0
-            if price is None
-            else price.cost(tokens.prompt_tokens, tokens.cached_tokens, tokens.generated_tokens),
-            latency_ms=run.reply.elapsed_ms(),
-            ttft_ms=None if first_token_ns is None else run.reply.elapsed_ms(first_token_ns),
-            answer=answer,
-            failed_attempts=run.failed_attempts,
-        )
-        receipt = await run.hold.settle(outcome)
-        run.settled = True
-        run.ticket.release(tokens.prompt_tokens + tokens.generated_tokens)
-        self._metrics.settled(run.request.call.model, outcome, receipt)
-        return Settled(tokens, receipt, run.draft_model)
-
-    async def _settle_in_vain(self, run: Run) -> None:
-        """Nobody answered: the client pays nothing, and what it cost us is kept under its request."""
-        assert run.deployment is not None
-        name, failed = run.deployment.name, run.failed_attempts
-        nothing = Tokens(prompt_tokens=0)
-        await run.hold.settle(
-            Outcome("failed", name, None, nothing, run.attempts, 0, run.reply.elapsed_ms(), failed_attempts=failed)
-        )
-        run.settled = True
 
     async def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
         self._metrics.refused(error.code or error.type)

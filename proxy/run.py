@@ -10,9 +10,10 @@ from policies.access import Principal
 from policies.drafts import Speculation
 from policies.quotas import Ticket
 from proxy.asgi import Headers, Reply
+from proxy.counting import Counting
 from proxy.metering import Settled
 from proxy.openai.dialects import Dialect
-from proxy.openai.requests import Call
+from proxy.openai.requests import Call, prompt_text
 from proxy.openai.usage import acceptance_rate
 from proxy.routing import Deployment, Draft, Route
 from proxy.watch import Watch
@@ -99,6 +100,14 @@ class Run:
     draft_model: str | None = None
     settled: bool = False
     """Its money is decided: charged, or free again."""
+
+    _counted: dict[Counting, int] = field(default_factory=dict)
+
+    def prompt_tokens(self, counting: Counting) -> int:
+        """Our own count of the prompt, made once however often it is asked for. Slow where the prompt is long."""
+        if counting not in self._counted:
+            self._counted[counting] = counting.prompt_tokens(prompt_text(self.request.call.fields))
+        return self._counted[counting]
 
     @property
     def dialect(self) -> Dialect:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -63,6 +63,10 @@ class Patience:
     first_byte: float = 60.0
     idle: float = 60.0
     total: float = 120.0
+
+    def for_one_piece(self) -> Patience:
+        """For an answer that begins only when it is complete."""
+        return replace(self, first_byte=self.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,17 @@ def test_an_upstream_that_reports_nothing_is_counted_with_its_tokenizer(
         row = gateway.row(answer.headers["x-request-id"])
     assert (row["prompt_tokens"], row["generated_tokens"], bool(row["estimated"])) == (4, 16, True)
     assert row["estimate_reason"] == "no_usage"
+
+
+def test_a_long_text_that_is_counted_in_a_thread_lets_the_others_run(tokenizer: str) -> None:
+    counting, text = counting_of(tokenizer), "word " * 500_000
+    counted: list[int] = []
+    counter = threading.Thread(target=lambda: counted.append(counting.prompt_tokens(text)))
+    began = woken = time.monotonic()
+    longest_s = 0.0
+    counter.start()
+    while counter.is_alive():
+        time.sleep(0.001)
+        longest_s, woken = max(longest_s, time.monotonic() - woken), time.monotonic()
+    assert counted == [500_000]
+    assert longest_s < (woken - began) / 2
