@@ -107,6 +107,10 @@ class Child:
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after `grace_s`. False when it had to be killed."""
         self._stopping.set()
+        return await self.end(grace_s)
+
+    async def end(self, grace_s: float) -> bool:
+        """As `stop`, of the current process only: `keep_running` starts the next one."""
         process = self._process
         if process is None or process.poll() is not None:
             return True

@@ -1,7 +1,8 @@
 """All processes of one machine: the local backend, the poster and the gateway workers, started, watched and stopped.
 
-SIGHUP replaces the gateway workers one by one, with the configuration as it is then. No request is lost by it: a worker
-is only asked to end when another one serves in its place, and it ends when it has answered everything.
+SIGHUP replaces the gateway workers one by one, with the configuration as it is then, and restarts the poster. No
+request is lost by it: a worker is only asked to end when another one serves in its place, and it ends when it has
+answered everything; what is settled while there is no poster waits in the journals.
 
 Stop order: gateways first (they drain their requests while the backend still answers), then the poster (it empties the
 journal), then the backend. Everything is gone within STOP_WITHIN_S.
@@ -35,6 +36,8 @@ DRAIN_SIGNAL = signal.SIGUSR1
 DRAIN_S = 900.0
 """How long a replaced worker may go on: longer than any request lasts (60 s for a place and 120 s for an answer at each
 deployment, with pauses between the pieces of a stream)."""
+POSTER_GRACE_S = 30.0
+"""How long a poster that is to be restarted may empty the journals."""
 _GATEWAY_SHARE_S = 7.0
 _POSTER_SHARE_S = 1.8
 _BACKEND_SHARE_S = 0.7
@@ -259,7 +262,8 @@ class Supervisor:
             await self.roll()
 
     async def roll(self) -> None:
-        """Replace the gateway workers one by one. Stops at the first that cannot be replaced; the old ones go on."""
+        """Replace the gateway workers one by one, then the poster. Stops at the first that cannot be replaced; the old
+        ones go on."""
         try:
             self.plan.read_again()
         except SettingsError as error:
@@ -277,6 +281,8 @@ class Supervisor:
             self._watch(new.keep_running())
             self._watch(self._leave(slot, old))
             self._say(f"gateway {slot} is replaced by gateway {new_slot} ({done} of {len(olds)})")
+        self._say("the poster is restarted with the configuration as it is now")
+        await self._poster.end(POSTER_GRACE_S)
 
     def _free_slot(self) -> int:
         """The lowest that no worker has; the journal of one that ended is found and recovered by the next."""

@@ -77,6 +77,7 @@ async def test_a_routes_new_weights_are_in_force_on_all_hosts_within_a_second(fl
 async def test_replacing_every_worker_of_both_hosts_under_load_fails_no_request(fleet: Fleet) -> None:
     key = fleet.new_key()
     before = [host.roles("gateway") for host in fleet.hosts]
+    posters = [host.roles("poster") for host in fleet.hosts]
     stop = asyncio.Event()
     streamed = {"stream": True, "max_tokens": 16, "x_fault": {"chunk_delay_ms": 40}}
     loads = [
@@ -99,6 +100,11 @@ async def test_replacing_every_worker_of_both_hosts_under_load_fails_no_request(
                 await asyncio.sleep(0.05)
         assert len(host.roles("gateway")) == 2
         assert host.ready()
+    for host, (old_poster,) in zip(fleet.hosts, posters, strict=True):  # it has ramps and webhooks to read anew
+        async with asyncio.timeout(15):
+            while old_poster in (found := host.roles("poster")) or not found:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert len(found) == 1
 
 
 def test_a_wrong_configuration_replaces_nobody(fleet: Fleet) -> None:
