@@ -6,10 +6,11 @@ Limits on requests and tokens are not in the books, nor are refusals: gateways n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.accounts import FUNDING, Account, funding, read_account
@@ -17,7 +18,7 @@ from ledger.budgets import budget_period
 from ledger.database import Database
 from ledger.money import format_amount
 from ledger.outbox import EventKind, record_event
-from ledger.periods import DEFAULT_TIMEZONE, HOUR_MS
+from ledger.periods import DEFAULT_TIMEZONE, HOUR_MS, Window, window_start
 from ledger.quotas import Quota, list_quotas
 from ledger.schema import accounts, quotas, rollups, teams, topups
 from ledger.spending import spent_in
@@ -26,6 +27,7 @@ PERCENTS = (50, 80, 100)
 LOW_PERCENT = 20
 """A balance is low when less than this is left of the latest top-up (without any: of the credit limit)."""
 MAX_REMEMBERED = 100_000
+quota_zone = func.coalesce(quotas.c.timezone, teams.c.timezone, DEFAULT_TIMEZONE).label("timezone")
 
 
 @dataclass(frozen=True)
@@ -58,40 +60,48 @@ class Noticing:
 
 
 async def _hard_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
-    """Budget accounts of the running periods of which half or more is spent."""
-    a = accounts.c
-    spent = a.debits_pico + a.spent_before_pico
-    query = (
-        select(accounts, teams.c.timezone.label("team_timezone"))
-        .join(quotas, quotas.c.id == a.quota_id)
-        .outerjoin(teams, teams.c.id == a.team_id)
-        .where(a.kind == "budget", spent > 0, 2 * spent >= quotas.c.limit_value)
-    )
-    rows = (await c.execute(query)).all()
-    found = {row.quota_id for row in rows}
-    by_id = await _quotas_by_id(c, found)
+    """Budget accounts of the running periods of which half or more is spent: looked up by quota and period, since those
+    of past periods only become more."""
+    a, reached = accounts.c, dict[str, tuple[int, int]]()
+    for (window, timezone), start_ms in (await _running_periods(c, now_ms)).items():
+        account = select(a.debits_pico + a.spent_before_pico).where(
+            a.quota_id == quotas.c.id, a.period_start_ms == start_ms
+        )
+        spent = (
+            select(quotas.c.id, quotas.c.limit_value, account.scalar_subquery().label("pico"))
+            .outerjoin(teams, teams.c.id == quotas.c.team_id)
+            .where(quotas.c.metric == "spend", quotas.c.hard == 1, quotas.c.window == window, quota_zone == timezone)
+            .subquery()
+        )
+        query = select(spent.c.id, spent.c.pico).where(spent.c.pico > 0, 2 * spent.c.pico >= spent.c.limit_value)
+        reached |= {row.id: (start_ms, int(row.pico)) for row in await c.execute(query)}
     notices = []
-    for row in rows:
-        quota = by_id[row.quota_id]
-        if row.period_start_ms == budget_period(quota, now_ms, row.team_timezone or DEFAULT_TIMEZONE):
-            spent_pico = int(row.debits_pico) + int(row.spent_before_pico)
-            notices += _reached(quota, row.period_start_ms, quota.limit, spent_pico)
+    for quota in (await _quotas_by_id(c, reached)).values():
+        start_ms, spent_pico = reached[quota.id]
+        notices += _reached(quota, start_ms, quota.limit, spent_pico)
     return notices
 
 
 async def _soft_budgets(c: AsyncConnection, now_ms: int) -> list[Notice]:
     """Soft limits on spend have no account: what was posted in their period is added up."""
     query = (
-        select(quotas.c.id, teams.c.timezone)
+        select(quotas.c.id, quota_zone)
         .outerjoin(teams, teams.c.id == quotas.c.team_id)
         .where(quotas.c.metric == "spend", quotas.c.hard == 0)
     )
-    zones = {row.id: row.timezone or DEFAULT_TIMEZONE for row in await c.execute(query)}
+    zones = {row.id: row.timezone for row in await c.execute(query)}
     notices = []
     for quota in (await _quotas_by_id(c, zones)).values():
         start = budget_period(quota, now_ms, zones[quota.id])
         notices += _reached(quota, start, quota.limit, await spent_in(c, quota, start, None))
     return notices
+
+
+async def _running_periods(c: AsyncConnection, now_ms: int) -> dict[tuple[Window, str], int]:
+    """(window, time zone) of the hard quotas on spend → the start of the period that runs there."""
+    query = select(quotas.c.window, quota_zone).outerjoin(teams, teams.c.id == quotas.c.team_id).distinct()
+    rows = await c.execute(query.where(quotas.c.metric == "spend", quotas.c.hard == 1))
+    return {(row.window, row.timezone): window_start(row.window, now_ms, row.timezone) for row in rows}
 
 
 def _reached(quota: Quota, start_ms: int, limit_pico: int, spent_pico: int) -> list[Notice]:
@@ -109,7 +119,7 @@ def _reached(quota: Quota, start_ms: int, limit_pico: int, spent_pico: int) -> l
     ]
 
 
-async def _quotas_by_id(c: AsyncConnection, wanted: set[str] | dict[str, str]) -> dict[str, Quota]:
+async def _quotas_by_id(c: AsyncConnection, wanted: Collection[str]) -> dict[str, Quota]:
     if not wanted:
         return {}
     found: dict[str, Quota] = {}
