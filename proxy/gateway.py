@@ -207,7 +207,8 @@ class Gateway:
             except UpstreamFailed as error:
                 failure = last = error
                 slot.release()
-                self._failed(run, deployment, error.kind, error.pause_ms)
+                again = deployment.upstream.retries.pause_s(error, tries) is not None
+                self._failed(run, deployment, error.kind, error.pause_ms, again=again)
                 await note_cost(run, deployment, error)
                 if error.kind == "request":
                     break
@@ -223,8 +224,10 @@ class Gateway:
         run.ticket.release(0)
         raise failure.error
 
-    def _failed(self, run: Run, deployment: Deployment, kind: Kind, pause_ms: int | None = None) -> None:
-        deployment.fitness.failed(kind, now_ms(), pause_ms)
+    def _failed(
+        self, run: Run, deployment: Deployment, kind: Kind, pause_ms: int | None = None, *, again: bool = False
+    ) -> None:
+        deployment.fitness.failed(kind, now_ms(), pause_ms, again=again)
         self._metrics.upstream_failed(run.request.call.model, deployment.name, kind)
 
     async def _send(self, run: Run, deployment: Deployment) -> Answer:

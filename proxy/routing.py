@@ -58,12 +58,15 @@ class Fitness:
             self.failures = 0
             self.resting_until_ms = 0
 
-    def failed(self, kind: Kind, now_ms: int, pause_ms: int | None = None) -> None:
-        """Count one failed attempt; the caller's own mistakes (`request`) say nothing about the deployment."""
+    def failed(self, kind: Kind, now_ms: int, pause_ms: int | None = None, *, again: bool = False) -> None:
+        """Count one failed request; the caller's own mistakes (`request`) say nothing about the deployment. again: the
+        request tries it once more, and only its last try counts."""
         if kind == "request":
             return
         if kind == "busy":
             self.busy_until_ms = now_ms + (pause_ms if pause_ms is not None else 1_000)
+            return
+        if again:
             return
         self.failures += 1
         beyond = self.failures - FAILURES_BEFORE_PAUSE
@@ -186,7 +189,6 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             native=frozenset(item.native),
             counting=counting_of(item.tokenizer),
             retries=Retries(item.retries, frozenset(item.retry_on)),
-            metrics_path=item.metrics,
         )
         for name, item in settings.upstreams.items()
     }
@@ -198,7 +200,6 @@ def build_upstreams(settings: Settings) -> dict[str, Upstream]:
             Patience(),
             max_concurrency=settings.backend.max_batch,
             is_backend=True,
-            metrics_path="/metrics",
         )
     return upstreams
 

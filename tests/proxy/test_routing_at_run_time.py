@@ -176,6 +176,20 @@ def test_the_same_place_is_asked_again_before_the_first_byte_and_billed_once(
     assert len(routed.rows()) == 1
 
 
+def test_the_tries_of_one_request_are_one_failure_and_rest_nobody(routed: Gateway, upstream: FakeUpstream) -> None:
+    ask = {"model": "patient", "messages": HELLO}
+    upstream.standing_fault("500", times=9)
+    with routed.http() as http:
+        for _ in range(2):
+            assert http.post("/chat/completions", json=ask).status_code == 502
+        fitness = routed.app.state.worker.routes["patient"].deployments[0].fitness
+        assert fitness.failures == 2
+        assert len(upstream.wait_for_entries(6)) == 6
+        http.post("/chat/completions", json=ask)
+        assert http.post("/chat/completions", json=ask).status_code == 503  # after the third it rests, as any other
+    assert len(upstream.wait_for_entries(9)) == 9
+
+
 def test_what_is_not_to_be_retried_is_asked_once(routed: Gateway, upstream: FakeUpstream) -> None:
     for model, fault in (("dear", "500"), ("patient", "400")):
         upstream.reset()
