@@ -9,6 +9,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
 from ledger.database import Database
 from ledger.errors import InsufficientQuota
 from ledger.noticing import exhausted
@@ -44,27 +46,34 @@ class Notices:
             self._refusals[about] = _Refusal(principal.team_id, principal.key_id, error.account_kind, str(error))
 
     async def write(self, db: Database) -> None:
-        """Raises LedgerError; what could not be written is written the next time."""
-        self._thresholds = (self._thresholds + self._limiter.take_thresholds())[-MAX_REMEMBERED:]
+        """Raises LedgerError; what could not be written is written the next time, with what came meanwhile."""
+        thresholds = (self._thresholds + self._limiter.take_thresholds())[-MAX_REMEMBERED:]
+        noticed, self._thresholds, self._refusals = self._refusals, [], {}
         now = now_ms()
-        fresh = {key: event for event in self._thresholds if (key := key_of(event)) not in self._written}
-        refusals = {key: one for one in self._refusals.values() if (key := _key(one, now)) not in self._written}
+        fresh = {key: event for event in thresholds if (key := key_of(event)) not in self._written}
+        refusals = {key: one for one in noticed.values() if (key := _key(one, now)) not in self._written}
         if fresh or refusals:
-            async with db.begin() as c:
-                for key, event in fresh.items():
-                    await record_event(c, "budget", key, payload_of(event), event.at_ms)
-                for key, one in refusals.items():
-                    if one.account_kind == "budget":
-                        told = {"metric": "spend", "hard": True, "percent": 100, "refused": one.message}
-                        about = {"team_id": one.team_id, "key_id": one.key_id}
-                        await record_event(c, "budget", key, told | about, now)
-                    else:
-                        await exhausted(c, one.team_id, one.message, now)
-        self._thresholds.clear()
-        self._refusals.clear()
+            try:
+                async with db.begin() as c:
+                    await _record(c, fresh, refusals, now)
+            except BaseException:
+                self._thresholds, self._refusals = thresholds, noticed | self._refusals
+                raise
         if len(self._written) > MAX_REMEMBERED:
             self._written.clear()
         self._written |= fresh.keys() | refusals.keys()
+
+
+async def _record(c: AsyncConnection, fresh: dict[str, Threshold], refusals: dict[str, _Refusal], now: int) -> None:
+    for key, event in fresh.items():
+        await record_event(c, "budget", key, payload_of(event), event.at_ms)
+    for key, one in refusals.items():
+        if one.account_kind == "budget":
+            told = {"metric": "spend", "hard": True, "percent": 100, "refused": one.message}
+            about = {"team_id": one.team_id, "key_id": one.key_id}
+            await record_event(c, "budget", key, told | about, now)
+        else:
+            await exhausted(c, one.team_id, one.message, now)
 
 
 def key_of(event: Threshold) -> str:
