@@ -111,6 +111,7 @@ class Relay:
                 while self._ending is None:
                     packet = await self._answer.chunk()
                     if not packet:
+                        self._read_rest()
                         break
                     await self._read(packet, hold)
         except (TimeoutError, ConnectionLost):
@@ -179,20 +180,28 @@ class Relay:
                     return b""
 
     async def _end(self, reply: Reply) -> Ending:
-        """The body is over without `[DONE]`: fine if the answer was finished. A last event may lack its blank line."""
-        rest = self._cutter.rest()
-        piece = self.reader.read(rest + b"\n\n") if rest.strip() else None
-        if piece is not None and piece.done:
-            return self._set(Ending("done"))
-        if piece is not None and (piece.tokens or piece.finishes or piece.usage is not None):
-            data = self.reader.accept(piece)
-            if data and reply.begun:
-                await self._write(reply, data)
-            if self.recorder is not None:
-                self.recorder.add(rest + b"\n\n")
+        """The body is over without `[DONE]`: fine if the answer was finished."""
+        data = self._read_rest()
+        if data and reply.begun:
+            await self._write(reply, data)
         if self.reader.finished or self.reader.usage_is_final:
             return self._set(Ending("done"))
         return self._set(Ending("broken", self._failed("broke off before the answer was complete").error))
+
+    def _read_rest(self) -> bytes:
+        """What may pass of a last event that lacks its blank line. Sets `_ending` where it says that all is over."""
+        rest = self._cutter.rest()
+        if not rest.strip():
+            return b""
+        event = rest + b"\n\n"
+        piece = self.reader.read(event)
+        if piece.done:
+            self._set(Ending("done"))
+        elif piece.tokens or piece.finishes or piece.usage is not None:
+            if self.recorder is not None:
+                self.recorder.add(event)
+            return self.reader.accept(piece)
+        return b""
 
     def _set(self, ending: Ending) -> Ending:
         if self._ending is None:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,11 +15,13 @@ SLICE = 65_536
 
 @dataclass(frozen=True)
 class Script:
-    """What comes back: packets, then the end. stays: it keeps the connection open and says nothing more."""
+    """What comes back: packets, each after a pause, then the end. stays: it keeps the connection open and says nothing
+    more."""
 
     packets: tuple[bytes, ...]
     resets: bool = False
     stays: bool = False
+    pause_s: float = 0.0
 
 
 class ScriptedUpstream:
@@ -55,6 +58,7 @@ class ScriptedUpstream:
                 self.received.append(_read_request(peer))
                 script = self.script
                 for packet in script.packets:
+                    time.sleep(script.pause_s)
                     peer.sendall(packet)
                 if script.stays:
                     peer.settimeout(5)

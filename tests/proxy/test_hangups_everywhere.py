@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.proxy.lag import Lag, assert_in_time
 from tests.proxy.serving import Gateway
 from tests.upstream.process import FakeUpstream
 
@@ -65,30 +65,6 @@ async def accounts(gateway: Gateway, upstream: FakeUpstream, found: list[HungUp]
         return [(item, rows[item.request_id], entries[item.request_id]) for item in found]
 
     return await asyncio.to_thread(look)
-
-
-def assert_in_time(late_s: list[float], lag_s: float) -> None:
-    """Within 100 ms, and what other work on the machine holds up: gateway, upstream and we each wait for it."""
-    assert statistics.median(late_s) < 0.1 + 3 * lag_s, (lag_s, sorted(late_s))
-
-
-class Lag:
-    """How much later than it wanted this process was woken: three in four wakings were sooner."""
-
-    async def __aenter__(self) -> Lag:
-        self._late: list[float] = []
-        self._task = asyncio.get_running_loop().create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._task.cancel()
-        self.seconds = statistics.quantiles(self._late, n=4)[2] if len(self._late) > 1 else 0.0
-
-    async def _watch(self) -> None:
-        while True:
-            wanted = time.monotonic() + 0.01
-            await asyncio.sleep(0.01)
-            self._late.append(time.monotonic() - wanted)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3.2", "m"])
