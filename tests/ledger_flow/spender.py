@@ -1,6 +1,7 @@
 """A worker process of its own: spends as fast as it can until it is refused, and writes down what it was told.
 
 python -m tests.ledger_flow.spender URL JOURNAL_DIR SLOT HOUSE.json LOG [--until-killed] [--admitted-at MS] [--slowly]
+    [--when-started]: opens, and waits for a file `start` beside LOG
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ async def main(
     forever: bool,
     admitted_ms: int | None,
     pause_s: float,
+    starts_by: Path | None,
 ) -> None:
     house = House(await Database.open(url), Path(journal_dir), **given)
     gate = await Gate.open(house.db, house.journal_dir, int(slot))
     refreshing = asyncio.create_task(_refresh(gate))
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    while starts_by is not None and not starts_by.exists():  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.02)
     await asyncio.gather(
         *(_client(house, gate, log, number, forever, admitted_ms, pause_s) for number in range(CLIENTS))
     )
@@ -88,4 +92,6 @@ if __name__ == "__main__":
     given = json.loads(Path(house_file).read_text())
     admitted_ms = int(options[options.index("--admitted-at") + 1]) if "--admitted-at" in options else None
     pause_s = 0.1 if "--slowly" in options else 0.0
-    asyncio.run(main(url, journal_dir, slot, given, log_file, "--until-killed" in options, admitted_ms, pause_s))
+    starts_by = Path(log_file).parent / "start" if "--when-started" in options else None
+    forever = "--until-killed" in options
+    asyncio.run(main(url, journal_dir, slot, given, log_file, forever, admitted_ms, pause_s, starts_by))

@@ -338,8 +338,11 @@ async def test_eight_processes_spend_1000_calls_worth_exactly_while_postgresql_d
         await house.budget(Scope.of_key(house.key_id), 1_000 * PRICE)
         stop = asyncio.Event()
         posting = asyncio.create_task(house.poster().run(stop))
-        running = [spender(house, slot) for slot in range(8)]
+        running = [spender(house, slot, "--when-started") for slot in range(8)]
         async with asyncio.timeout(90):
+            while len(list(tmp_path.glob("spender-*.log"))) < 8:  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.02)
+            (tmp_path / "start").touch()
             while sum(line.kind == "D" for line in lines(tmp_path)) < 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await asyncio.to_thread(server.kill)
