@@ -5,16 +5,21 @@ from __future__ import annotations
 import msgspec
 
 from ledger import months, teams
+from ledger.audit import By
+from ledger.errors import Invalid
 from ledger.months import Month
 from proxy.admin.endpoints import EVERYONE, FINANCE, Call, Endpoint, Listing, Paging, Strict
+from proxy.admin.journals import Reason
 from proxy.admin.times import iso
 
 
 class CloseMonth(Strict, frozen=True, kw_only=True):
-    """All time zones of teams, or that of one. `leave_out`: slots not to wait for; their usage is billed later."""
+    """All time zones of teams, or that of one. `leave_out`: slots not to wait for; their usage is billed later, and
+    `reason`, kept in the audit chain, says why."""
 
     team: str | None = None
     leave_out: tuple[str, ...] = ()
+    reason: Reason | None = None
 
 
 class MonthAnswer(msgspec.Struct, frozen=True):
@@ -37,12 +42,15 @@ async def close(call: Call) -> Listing[MonthAnswer]:
     """One step; call it again until every state is closed."""
     body: CloseMonth = call.body
     period, slots = call.path["month"], frozenset(body.leave_out)
+    by = By(call.by.actor, call.by.at_ms, body.reason or call.by.reason)
+    if slots and not by.reason:
+        raise Invalid("say with `reason` why a slot is left out; it is kept in the audit chain", "reason")
     if body.team is not None:
         team = await teams.find_team(call.c, body.team)
-        found = [await months.close_month(call.c, call.by, period, team.timezone, leave_out=slots)]
+        found = [await months.close_month(call.c, by, period, team.timezone, leave_out=slots)]
     else:
         zones = await months.zones_of_teams(call.c)
-        found = await months.close_in_zones(call.c, call.by, period, zones, leave_out=slots)
+        found = await months.close_in_zones(call.c, by, period, zones, leave_out=slots)
     return Listing([MonthAnswer.of(month) for month in found])
 
 

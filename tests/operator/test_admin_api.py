@@ -255,6 +255,16 @@ def test_every_change_is_in_the_audit_chain_with_who_and_why(admin: Admin) -> No
     assert newest["previous_hash"] == first["hash"]
 
 
+def test_a_month_is_closed_without_a_slot_only_for_a_reason(admin: Admin) -> None:
+    admin.team()
+    left_out = {"leave_out": ["host/0"]}
+    assert error(admin.client.post("/months/2026-01/close", json=left_out), 400)["param"] == "reason"
+    answer = admin.client.post("/months/2026-01/close", json=left_out | {"reason": "in repair"})
+    assert "no slot 'host/0'" in str(error(answer, 404)["message"])
+    assert admin.client.post("/months/2026-01/close", json={"reason": "month end"}).status_code == 200
+    assert admin.client.get("/audit").json()["data"][0]["reason"] == "month end"
+
+
 def test_a_nul_is_refused_wherever_it_stands(admin: Admin) -> None:
     """PostgreSQL keeps it in no text: it must not become a 500 there."""
     for answer in (
