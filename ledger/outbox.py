@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import insert, select, update
+from sqlalchemy import delete, exists, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -18,13 +18,22 @@ from ledger.ids import new_id
 from ledger.schema import webhook_deliveries, webhook_events
 
 EventKind = Literal["budget", "balance", "acceptance"]
-BATCH = 100
+ROUTED_AT_ONCE = 100
 CLAIM_MS = 60_000
 """How long a delivery is left to whoever claimed it; a poster that dies meanwhile delays it by this."""
+BATCH = 40
+"""So many are claimed at once, of all hooks: they must be through within CLAIM_MS also if every hook is silent."""
+TRIED_AT_ONCE = 4
+"""Of a hook that did not take an earlier one: fewer than are under way at once, so that the others need not wait."""
 FIRST_PAUSE_MS = 5_000
 LONGEST_PAUSE_MS = 3_600_000
 GIVE_UP_AFTER = 40
 """Attempts. With pauses that double up to an hour: about a day and a half."""
+DAY_MS = 86_400_000
+DELIVERIES_KEPT_MS = 30 * DAY_MS
+EVENTS_KEPT_MS = 400 * DAY_MS
+"""Longer than any period but `total`: what is still so is noticed again once its event is gone."""
+UNWANTED_AFTER_MS = 3_600_000
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -63,12 +72,12 @@ async def record_event(c: AsyncConnection, kind: EventKind, key: str, payload: M
 async def route(c: AsyncConnection, wanted: Mapping[str, Collection[EventKind]], now_ms: int) -> int:
     """Makes a delivery of each new event for each hook that wants its kind; returns how many events there were.
 
-    wanted: hook → kinds. With no hooks at all, events wait for the first.
+    wanted: hook → kinds. With no hooks at all, events wait until they are unwanted (`tidy`).
     """
     if not wanted:
         return 0
     e = webhook_events.c
-    query = select(e.id, e.kind).where(e.routed_ms.is_(None)).order_by(e.id).limit(BATCH)
+    query = select(e.id, e.kind).where(e.routed_ms.is_(None)).order_by(e.id).limit(ROUTED_AT_ONCE)
     found = (await c.execute(query.with_for_update(skip_locked=True))).all()
     rows = [
         {"event_id": event.id, "hook": hook, "state": "waiting", "next_ms": now_ms}
@@ -84,24 +93,41 @@ async def route(c: AsyncConnection, wanted: Mapping[str, Collection[EventKind]],
 
 
 async def claim(c: AsyncConnection, hooks: Collection[str], now_ms: int) -> list[Delivery]:
-    """The deliveries that are due, oldest first; nobody else gets them for CLAIM_MS."""
+    """Deliveries that are due, of each hook its oldest; nobody else gets them for CLAIM_MS."""
+    failing = await _failing(c, hooks)
+    fair = max(1, BATCH // max(1, len(hooks)))
+    claimed: list[Delivery] = []
+    for hook in sorted(hooks, key=lambda hook: hook in failing):
+        most = min(fair, BATCH - len(claimed), TRIED_AT_ONCE if hook in failing else BATCH)
+        claimed += await _claim(c, hook, most, now_ms)
+    return claimed
+
+
+async def _failing(c: AsyncConnection, hooks: Collection[str]) -> set[str]:
+    """Those that something was not delivered to, or not yet."""
+    d = webhook_deliveries.c
+    query = select(d.hook).where(d.state == "waiting", d.attempts > 0, d.hook.in_(hooks)).distinct()
+    return set((await c.execute(query)).scalars())
+
+
+async def _claim(c: AsyncConnection, hook: str, most: int, now_ms: int) -> list[Delivery]:
     d, e = webhook_deliveries.c, webhook_events.c
     query = (
-        select(d.event_id, d.hook, d.attempts, e.kind, e.at_ms, e.payload)
+        select(d.event_id, d.attempts, e.kind, e.at_ms, e.payload)
         .join(webhook_events, e.id == d.event_id)
-        .where(d.state == "waiting", d.next_ms <= now_ms, d.hook.in_(hooks))
+        .where(d.state == "waiting", d.next_ms <= now_ms, d.hook == hook)
         .order_by(d.next_ms, d.event_id)
-        .limit(BATCH)
+        .limit(most)
         .with_for_update(skip_locked=True, of=webhook_deliveries)
     )
     claimed = []
     for row in (await c.execute(query)).all():
-        mine = (d.event_id == row.event_id, d.hook == row.hook)
+        mine = (d.event_id == row.event_id, d.hook == hook)
         await c.execute(
             update(webhook_deliveries).where(*mine).values(next_ms=now_ms + CLAIM_MS, attempts=row.attempts + 1)
         )
         event = Event(row.event_id, row.kind, row.at_ms, msgspec.json.decode(row.payload))
-        claimed.append(Delivery(event, row.hook, row.attempts + 1))
+        claimed.append(Delivery(event, hook, row.attempts + 1))
     return claimed
 
 
@@ -116,6 +142,21 @@ async def finish(c: AsyncConnection, delivery: Delivery, error: str | None, now_
     else:
         values = {"next_ms": now_ms + pause_ms(delivery.attempts), "error": error[:500]}
     await c.execute(update(webhook_deliveries).where(*mine).values(values))
+
+
+async def tidy(c: AsyncConnection, now_ms: int, *, any_hooks: bool) -> None:
+    """Forgets what is long done, and what waits for a hook that is no more. Without any hooks, what happened is for
+    nobody: the first hook hears of what happens from then on."""
+    d, e = webhook_deliveries.c, webhook_events.c
+    old = func.coalesce(d.done_ms, d.next_ms) < now_ms - DELIVERIES_KEPT_MS
+    await c.execute(delete(webhook_deliveries).where(old))
+    if not any_hooks:
+        unwanted = (e.routed_ms.is_(None), e.at_ms < now_ms - UNWANTED_AFTER_MS)
+        await c.execute(update(webhook_events).where(*unwanted).values(routed_ms=now_ms))
+    waited_for = exists().where(d.event_id == e.id)
+    await c.execute(
+        delete(webhook_events).where(e.routed_ms.is_not(None), e.at_ms < now_ms - EVENTS_KEPT_MS, ~waited_for)
+    )
 
 
 def pause_ms(attempts: int) -> int:

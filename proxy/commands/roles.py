@@ -27,6 +27,7 @@ WorkersOption = Annotated[int | None, typer.Option(help="How many gateways share
 RETRY_S = 1.0
 NOTICE_S = 5.0
 RECOVER_S = 10.0
+TIDY_S = 600.0
 POSTER_NICENESS = 10
 """Posting can wait a moment, a request cannot: where they share a core the gateway goes first."""
 POSTER_TIMEOUT_S = 30.0
@@ -145,7 +146,8 @@ async def _post(settings: Settings) -> None:
         left_slots, noticing = LeftSlots(db, settings.storage.journal_path), Noticing(db)
         notice = _again("noticing", NOTICE_S, lambda: noticing.look(time.time_ns() // 1_000_000), stop)
         recover = _again("recovering", RECOVER_S, left_slots.recover, stop)
-        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), notice, recover)
+        tidy = _again("tidying", TIDY_S, lambda: _tidy_outbox(db, bool(settings.webhooks)), stop)
+        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), notice, recover, tidy)
         beside = [loop.create_task(work) for work in besides]
         _spare_the_collector()
         await poster.run(stop)
@@ -153,6 +155,13 @@ async def _post(settings: Settings) -> None:
         await poster.drain()
     finally:
         await db.close()
+
+
+async def _tidy_outbox(db: Database, any_hooks: bool) -> None:
+    from ledger import outbox
+
+    async with db.begin() as c:
+        await outbox.tidy(c, time.time_ns() // 1_000_000, any_hooks=any_hooks)
 
 
 async def _again(what: str, every_s: float, work: Callable[[], Awaitable[object]], stop: asyncio.Event) -> None:

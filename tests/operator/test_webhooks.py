@@ -6,13 +6,14 @@ import hashlib
 import hmac
 import json
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from ledger import outbox, teams, topups
 from ledger.audit import By
@@ -26,6 +27,7 @@ from ledger.schema import accounts, rollups, webhook_deliveries, webhook_events
 from policies.access import Principal
 from policies.counters.memory import MemoryCounters
 from policies.quotas import Limiter, Quota
+from proxy import webhooks
 from proxy.notices import Notices
 from proxy.settings import Webhook
 from proxy.webhooks import Courier, signature_headers
@@ -129,6 +131,55 @@ async def test_a_courier_that_dies_leaves_its_deliveries_to_the_next(db: Databas
         assert await outbox.claim(c, hooks, NOW_MS + outbox.CLAIM_MS - 1) == []
         (again,) = await outbox.claim(c, hooks, NOW_MS + outbox.CLAIM_MS)
     assert again.attempts == 2
+
+
+async def test_a_claim_is_through_before_it_ends_and_a_dead_hook_keeps_places_free_for_the_others(db: Database) -> None:
+    longest_ms = 1_000 * webhooks.TIMEOUT_S * outbox.BATCH / webhooks.AT_ONCE
+    assert longest_ms < outbox.CLAIM_MS
+    assert outbox.TRIED_AT_ONCE < webhooks.AT_ONCE
+    for n in range(60):
+        await record(db, str(n))
+    hooks = {"dead": ("budget",), "well": ("budget",)}
+    async with db.begin() as c:
+        await outbox.route(c, hooks, NOW_MS)
+        first = await outbox.claim(c, hooks, NOW_MS)
+        for delivery in first:
+            await outbox.finish(c, delivery, "silent" if delivery.hook == "dead" else None, NOW_MS)
+        again = await outbox.claim(c, hooks, NOW_MS + 1)
+    assert Counter(delivery.hook for delivery in first) == {"dead": outbox.BATCH // 2, "well": outbox.BATCH // 2}
+    assert Counter(delivery.hook for delivery in again) == {"dead": outbox.TRIED_AT_ONCE, "well": outbox.BATCH // 2}
+    assert [delivery.hook for delivery in again[: outbox.BATCH // 2]] == ["well"] * (outbox.BATCH // 2)
+
+
+async def test_what_is_long_done_is_forgotten_and_the_first_hook_hears_of_no_history(db: Database) -> None:
+    hooks = {"h": ("budget",)}
+
+    async def deliver(at_ms: int) -> int:
+        async with db.begin() as c:
+            await outbox.route(c, hooks, at_ms)
+            due = await outbox.claim(c, hooks, at_ms)
+            for delivery in due:
+                await outbox.finish(c, delivery, None, at_ms)
+            return len(due)
+
+    async def after_tidying(at_ms: int, any_hooks: bool) -> list[int]:
+        async with db.begin() as c:
+            await outbox.tidy(c, at_ms, any_hooks=any_hooks)
+            return [
+                (await c.execute(select(func.count()).select_from(table))).scalar_one()
+                for table in (webhook_events, webhook_deliveries)
+            ]
+
+    await record(db, "before there was a hook")
+    assert await after_tidying(NOW_MS + 2 * outbox.UNWANTED_AFTER_MS, any_hooks=False) == [1, 0]
+    assert await deliver(NOW_MS) == 0
+    await record(db, "while the poster was away")
+    assert await after_tidying(NOW_MS + 2 * outbox.UNWANTED_AFTER_MS, any_hooks=True) == [2, 0]
+    assert await deliver(NOW_MS) == 1
+    assert await after_tidying(NOW_MS + outbox.DELIVERIES_KEPT_MS, any_hooks=True) == [2, 1]
+    assert await after_tidying(NOW_MS + outbox.DELIVERIES_KEPT_MS + 1, any_hooks=True) == [2, 0]
+    assert not await record(db, "while the poster was away")  # still known
+    assert await after_tidying(NOW_MS + outbox.EVENTS_KEPT_MS + 1, any_hooks=True) == [0, 0]
 
 
 async def test_what_nobody_ever_takes_is_given_up(db: Database) -> None:
