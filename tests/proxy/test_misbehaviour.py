@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.proxy.serving import Gateway
+from tests.proxy.scripted import Script, ScriptedUpstream
+from tests.proxy.serving import Gateway, configuration
 from tests.services import wait_until
 from tests.upstream.faults import FAULTS
 from tests.upstream.process import FakeUpstream
@@ -190,3 +192,19 @@ def test_raw_usage_that_was_not_believed_is_kept(gateway: Gateway) -> None:
     assert record.usage.raw is not None
     assert json.loads(record.usage.raw)["completion_tokens"] == -16
     assert record.usage.estimate_reason == "absurd_usage"
+
+
+def test_an_answer_in_one_piece_to_a_stream_request_may_take_as_long_as_a_plain_one(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    body = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": "whole"}, "finish_reason": "stop"}]}'
+    with ScriptedUpstream() as slow:
+        slow.script = Script((head, b"", b"", b"", body), pause_s=0.5)
+        config = configuration({"slow": slow.base_url}, m={})
+        config["upstreams"]["slow"] |= {"first_byte_timeout_s": 1.5, "read_timeout_s": 20}
+        with Gateway(tmp_path, config) as gateway, gateway.http() as http:
+            answer = http.post(
+                "/chat/completions",
+                json={"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True},
+            )
+    assert answer.status_code == 200
+    assert text_of([line for line in payloads(answer.content) if line.startswith("{")]) == "whole"
