@@ -52,7 +52,8 @@ class Segment:
         """Write zeros before the frames get there. OSError.
 
         To sync bytes in blocks that were reserved and never written, the file system must commit its own journal, and
-        with it what other files have there: each settlement would wait for the database's writes. A sync of bytes that overwrite others has nothing to do with them.
+        with it what other files have there: each settlement would wait for the database's writes. A sync of bytes that
+        overwrite others has nothing to do with them.
         """
         if self.offset > self.zeroed - ZERO_MARGIN_BYTES and self.zeroed < self.size:
             start = max(self.zeroed, self.offset)
