@@ -29,6 +29,8 @@ def check(settings: Settings, complain: Complain) -> None:
     _check_billing(settings, complain)
     for index, hook in enumerate(settings.webhooks):
         _check_url(f"webhooks[{index}].url", hook.url, complain)
+        if hook.url in [other.url for other in settings.webhooks[:index]]:
+            complain(f"webhooks[{index}].url", "the same URL twice; one webhook takes all its events")
 
 
 def _check_storage(settings: Settings, complain: Complain) -> None:
@@ -118,7 +120,9 @@ def _check_model(settings: Settings, name: str, model: Model, complain: Complain
         complain(f"{path}.deployments", "needs at least one")
     elif not any(deployment.weight for deployment in model.deployments):
         complain(f"{path}.deployments", "every weight is 0: no request could be served")
-    names = [f"{item.to}/{item.model}" for item in model.deployments]
+    from proxy.routing import deployment_names
+
+    names = deployment_names(name, model)
     if len(set(names)) < len(names):
         complain(f"{path}.deployments", "the same place and model twice; add up their weights")
     _check_drafts(settings, path, model, complain)

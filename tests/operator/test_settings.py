@@ -119,6 +119,14 @@ def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> N
             'upstreams:\n  a: {base_url: "http://h/v1", api_key: "a\\r\\nx: b"}',
             "config.yaml:2: upstreams.a.api_key: must be one line",
         ),
+        (
+            "webhooks:\n- {url: 'http://h/a', events: [budget]}\n- {url: 'http://h/a', events: [balance]}",
+            "config.yaml:3: webhooks[1].url: the same URL twice",
+        ),
+        (
+            "upstreams: {a: {base_url: 'http://a/v1'}}\nmodels:\n  m:\n    deployments: [{to: a}, {to: a, model: m}]",
+            "config.yaml:4: models.m.deployments: the same place and model twice",
+        ),
         ("server: {port: 1}\nserver: {port: 2}", "config.yaml:2: server: given twice"),
         ("server:\n\t- x", "config.yaml:2: not valid YAML"),
     ],
