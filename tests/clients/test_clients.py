@@ -49,6 +49,15 @@ IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAO
 TEXT = "".join(WORDS[number % len(WORDS)] for number in range(16))
 
 
+def what_lacks(client: str) -> str | None:
+    """What to do first, where a client is not installed."""
+    if not Path(PROGRAMS[client][0]).exists():
+        return f"{client} is not installed: `make build/clients/.installed` does it"
+    if client == "curl" and shutil.which("curl") is None:
+        return "curl is not installed: `apt install curl`, `dnf install curl` or `brew install curl` does it"
+    return None
+
+
 class TallyGate(Served):
     """`tallygate serve` in front of the fake provider, with a model for each way in which that can answer."""
 
@@ -74,7 +83,8 @@ class TallyGate(Served):
     def seen_by(self, client: str) -> dict[str, Any]:
         """Scenario → what the client saw."""
         command = PROGRAMS[client]
-        assert Path(command[0]).exists(), f"{client} is not installed: `make build/clients/.installed` does it"
+        lacking = what_lacks(client)
+        assert lacking is None, lacking
         if client == "openai-node":
             shutil.copy(HERE / NODE_PROGRAM, INSTALLED)
         environ = {
@@ -116,6 +126,11 @@ def ways(*scenarios: str) -> pytest.MarkDecorator:
     """The test runs for each of these scenarios and each client that has it."""
     pairs = [(client, name) for client, lacks in LACKS.items() for name in scenarios if name not in lacks]
     return pytest.mark.parametrize(("client", "scenario"), pairs)
+
+
+def test_a_machine_without_curl_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt install curl" in (what_lacks("curl") or "")
 
 
 @ways("plain", "stream", "asynchronous", "helper", "responses", "streamed_responses", "picture")
