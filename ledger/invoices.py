@@ -6,6 +6,7 @@ Numbers are gapless, months are finalized in order per team, and what was finali
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -16,12 +17,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger import audit
 from ledger.accounts import credit, credit_line_id
 from ledger.audit import By
+from ledger.corrections import ACTION as CORRECTED
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.ids import new_id
-from ledger.month_figures import draft_statement
+from ledger.month_figures import Used, draft_statement, used_in
 from ledger.months import is_closed
 from ledger.paging import Page, page
 from ledger.periods import zone
+from ledger.schema import audit as audit_table
 from ledger.schema import counters, invoices, rollups
 from ledger.statements import Statement
 from ledger.teams import get_team
@@ -64,17 +67,45 @@ async def statement_of(c: AsyncConnection, team_id: str, period: str) -> Stateme
     return await draft_statement(c, team_id, period)
 
 
-async def finalize(c: AsyncConnection, team_id: str, period: str, by: By) -> Invoice:
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read of a closed month before its invoice is made."""
+
+    used: Used
+    corrected_seq: int
+    """The last correction that it knows, in the audit chain."""
+
+
+async def read_closed(c: AsyncConnection, team_id: str, period: str) -> Read | None:
+    """The long part of `finalize`, which keeps no writer waiting: give it a snapshot. None: there is nothing to read,
+    because the invoice is there, or the month is not closed and `finalize` refuses it."""
+    team = await get_team(c, team_id)
+    if not await is_closed(c, period, team.timezone):
+        return None
+    if (await c.execute(select(invoices.c.id).where(live_invoice(team_id, period)))).first() is not None:
+        return None
+    return Read(await used_in(c, team_id, period), await _corrected_seq(c))
+
+
+async def _corrected_seq(c: AsyncConnection) -> int:
+    a = audit_table.c
+    return int((await c.execute(select(func.coalesce(func.max(a.seq), 0)).where(a.action == CORRECTED))).scalar_one())
+
+
+async def finalize(c: AsyncConnection, team_id: str, period: str, by: By, read: Read | None = None) -> Invoice:
     """Freeze the month: number, hash, immutable bytes. The same month again gives the same invoice.
 
-    Raises Invalid while the month is not over; Conflict while it is not closed, while an earlier month with usage is
-    not finalized, or when a later one was finalized without this one.
+    read: from `read_closed`; without it the writers wait until all of the month is read. Raises Invalid while the month
+    is not over; Conflict while it is not closed, while an earlier month with usage is not finalized, when a later one
+    was finalized without this one, or when a correction was approved since `read`.
     """
     await audit.lock(c)
     existing = (await c.execute(select(*_INVOICE_COLUMNS).where(live_invoice(team_id, period)))).one_or_none()
     if existing is not None:
         return _invoice(existing)
-    statement = await draft_statement(c, team_id, period)
+    if read is not None and read.corrected_seq != await _corrected_seq(c):
+        raise Conflict(f"a correction was approved while {period} was read: finalize it again")
+    statement = await draft_statement(c, team_id, period, None if read is None else read.used)
     if by.at_ms < statement.period_end_ms:
         raise Invalid(f"{period} is not over in {statement.timezone}: finalize it after the month has ended", "month")
     if not await is_closed(c, period, statement.timezone):

@@ -6,6 +6,7 @@ They come from the hourly rollups, which the poster writes in the transaction of
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select, union_all
@@ -29,14 +30,35 @@ UnitPrices = dict[str, tuple[int, int]]
 """Per meter (USD pico, CNY pico) a token."""
 
 
-async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Statement:
-    """The month as the ledger knows it now. Raises NotFound for the team, Invalid for the month."""
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a month bills, added up and sealed. Of a closed month it stays the same until a correction is approved."""
+
+    lines: list[Line]
+    tokens: TokenTotals
+    merkle_root: str
+
+
+async def used_in(c: AsyncConnection, team_id: str, period: str) -> Used:
+    """Reads every request of the month: some 15 s for a million. Raises NotFound for the team."""
+    currency = (await c.execute(select(teams.c.billing_currency).where(teams.c.id == team_id))).scalar_one_or_none()
+    if currency is None:
+        raise NotFound(_no_team(team_id))
+    lines, tokens = await _usage_lines(c, team_id, period, currency)
+    return Used(lines, tokens, await merkle_root(c, team_id, period))
+
+
+async def draft_statement(c: AsyncConnection, team_id: str, period: str, used: Used | None = None) -> Statement:
+    """The month as the ledger knows it now. Raises NotFound for the team, Invalid for the month.
+
+    used: of the same month, when it is known already.
+    """
     team = (await c.execute(select(teams).where(teams.c.id == team_id))).mappings().one_or_none()
     if team is None:
-        raise NotFound(f"no team {team_id}: see `tallygate team list`")
+        raise NotFound(_no_team(team_id))
     start_ms, end_ms = period_bounds(period, team["timezone"])
     currency: Currency = team["billing_currency"]
-    lines, tokens = await _usage_lines(c, team_id, period, currency)
+    used = used or await used_in(c, team_id, period)
     paid = await paid_by(c, team_id, period)
     return build_statement(
         period=period,
@@ -51,18 +73,22 @@ async def draft_statement(c: AsyncConnection, team_id: str, period: str) -> Stat
             tax_id=team["tax_id"],
             tax_rate_bp=team["tax_rate_bp"],
         ),
-        lines=lines,
+        lines=used.lines,
         topups=await _topup_lines(c, team_id, currency, start_ms, end_ms),
-        fx=await _fx_lines(c, {line.price_version for line in lines}),
-        tokens=tokens,
+        fx=await _fx_lines(c, {line.price_version for line in used.lines}),
+        tokens=used.tokens,
         opening_pico=await _opening(c, team_id, currency, period, start_ms),
         carry_in_pico=await _carry_in(c, team_id, period),
-        merkle_root=await merkle_root(c, team_id, period),
+        merkle_root=used.merkle_root,
         movements=await movements(c, team_id, currency, start_ms, end_ms),
         promo_pico=paid.get("grant", 0),
         on_credit_pico=paid.get("credit_line", 0),
         not_invoiced_pico=await not_invoiced(c, team_id, period),
     )
+
+
+def _no_team(team_id: str) -> str:
+    return f"no team {team_id}: see `tallygate team list`"
 
 
 def rollup_billed_in(period: str) -> ColumnElement[bool]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, Integer, Label, RowMapping, func, type_coerce
+from sqlalchemy import ColumnClause, Integer, Label, RowMapping, func, type_coerce
 
 _SPLIT = 10**9
 
 
-def exact_sum(column: Column[Any]) -> tuple[Label[Any], Label[Any]]:
+def exact_sum(column: ColumnClause[Any]) -> tuple[Label[Any], Label[Any]]:
     """Two labelled columns to select; `read_sum(row, column.name)` puts them together."""
     name = column.name
     plain = type_coerce(column, Integer)

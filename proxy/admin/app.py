@@ -89,8 +89,8 @@ class _Route:
         body = decode_body(endpoint, raw)
         by = By(caller.actor, time.time_ns() // 1_000_000, request.headers.get("x-audit-reason"))
 
-        def call(c: AsyncConnection) -> Call:
-            return Call(self._installation, db, c, by, dict(request.path_params), query, body)
+        def call(c: AsyncConnection, prepared: Any = None) -> Call:
+            return Call(self._installation, db, c, by, dict(request.path_params), query, body, prepared)
 
         if not endpoint.writes:
             async with db.read() as c:
@@ -105,15 +105,14 @@ class _Route:
         raw: bytes,
         by: By,
         body: Any,
-        call: Callable[[AsyncConnection], Call],
+        call: Callable[..., Call],
     ) -> Response:
         """One transaction for the change and, with an Idempotency-Key, for its stored answer."""
         key = request.headers.get("idempotency-key")
-        if endpoint.prepare is not None:
-            await endpoint.prepare(self._database(), by, body)
+        prepared = None if endpoint.prepare is None else await endpoint.prepare(self._database(), by, body)
         async with self._database().begin() as c:
             if key is None:
-                response = _response(endpoint.status, await endpoint.run(call(c)))
+                response = _response(endpoint.status, await endpoint.run(call(c, prepared)))
             else:
                 secret = self._installation.key_secret
                 path = request.url.path
@@ -123,8 +122,8 @@ class _Route:
                     status, answer = replayed
                     headers = {"idempotent-replayed": "true"}
                     return Response(answer, status, media_type="application/json", headers=headers)
-                response = _response(endpoint.status, await endpoint.run(call(c)))
-                await once.store(c, response.status_code, bytes(response.body), call(c).by.at_ms)
+                response = _response(endpoint.status, await endpoint.run(call(c, prepared)))
+                await once.store(c, response.status_code, bytes(response.body), by.at_ms)
         return response
 
 

@@ -76,6 +76,8 @@ class Call:
     path: dict[str, str]
     query: Any = None
     body: Any = None
+    prepared: Any = None
+    """What the endpoint's `prepare` returned."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Endpoint:
     body: Any = None
     body_optional: bool = False
     status: int = 200
-    prepare: Callable[[Database, By, Any], Awaitable[None]] | None = None
+    prepare: Callable[[Database, By, Any], Awaitable[Any]] | None = None
     """Given the body: what takes transactions of its own and comes before that of the call."""
     only_reads: bool = False
     """A POST that changes nothing: no write transaction, no stored answer."""

@@ -119,20 +119,27 @@ async def list_(call: Call) -> Listing[InvoiceAnswer]:
 async def create(call: Call) -> InvoiceAnswer:
     body: NewInvoice = call.body
     team = await teams.find_team(call.c, body.team_id)
-    return InvoiceAnswer.of(await invoices.finalize(call.c, team.id, body.month, call.by))
+    return InvoiceAnswer.of(await invoices.finalize(call.c, team.id, body.month, call.by, call.prepared))
 
 
-async def close_first(db: Database, by: By, body: NewInvoice) -> None:
-    """Closes the month unless it is closed. Raises Invalid while it is not over, Conflict while it cannot be closed."""
+async def close_and_read(db: Database, by: By, body: NewInvoice) -> invoices.Read | None:
+    """Closes the month unless it is closed, and reads it. Raises Invalid while it is not over, Conflict while it cannot
+    be closed."""
     async with db.read() as c:
-        zone = (await teams.find_team(c, body.team_id)).timezone
-        if await months.is_closed(c, body.month, zone):
-            return
-    (month,) = await months.close_patiently(db, by, body.month, [zone], patience_s=CLOSE_PATIENCE_S)
+        team = await teams.find_team(c, body.team_id)
+        closed = await months.is_closed(c, body.month, team.timezone)
+    if not closed:
+        await _close(db, by, body.month, team.timezone)
+    async with db.snapshot() as c:
+        return await invoices.read_closed(c, team.id, body.month)
+
+
+async def _close(db: Database, by: By, period: str, zone: str) -> None:
+    (month,) = await months.close_patiently(db, by, period, [zone], patience_s=CLOSE_PATIENCE_S)
     if month.state == "open":
         raise Invalid("; ".join(month.waiting_for), "month")
     if month.state == "closing":
-        raise Conflict(f"{body.month} cannot be closed yet: {'; '.join(month.waiting_for)}")
+        raise Conflict(f"{period} cannot be closed yet: {'; '.join(month.waiting_for)}")
 
 
 async def credit(call: Call) -> InvoiceAnswer:
@@ -148,6 +155,8 @@ async def get(call: Call) -> InvoiceAnswer:
 async def finalize(call: Call) -> InvoiceAnswer:
     """A stored invoice is finalized already: this confirms it, so that a client may call it without harm."""
     invoice = await invoices.get(call.c, call.path["invoice"])
+    if invoice.state == "void":
+        raise Conflict(f"invoice {invoice.number} is void: make another for {invoice.period}")
     return InvoiceAnswer.of(await invoices.finalize(call.c, invoice.team_id, invoice.period, call.by))
 
 
@@ -191,7 +200,7 @@ ENDPOINTS = [
         FINANCE,
         body=NewInvoice,
         status=201,
-        prepare=close_first,
+        prepare=close_and_read,
     ),
     Endpoint("POST", "/invoices/{invoice}/finalize", "Confirm an invoice", finalize, InvoiceAnswer, FINANCE),
     Endpoint("POST", "/invoices/{invoice}/pay", "Mark an invoice as paid", pay, InvoiceAnswer, FINANCE),

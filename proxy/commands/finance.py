@@ -35,6 +35,7 @@ from proxy.commands.options import (
 if TYPE_CHECKING:
     from ledger.corrections import Correction
     from ledger.database import Database
+    from ledger.invoices import Read
     from ledger.verify import Report
     from proxy.admin.invoices import NewInvoice
     from proxy.settings import Settings
@@ -107,15 +108,15 @@ def finalize(
     from proxy.admin import invoices
 
     body, settings = _checked(invoices.NewInvoice, {"team_id": team, "month": month}), settings_of(config, data_dir)
-    run(_close_first(settings, body, reason))
-    print_record(act(settings, invoices.create, body=body, reason=reason, writes=True), json_)
+    prepared = run(_close_and_read(settings, body, reason))
+    print_record(act(settings, invoices.create, body=body, reason=reason, writes=True, prepared=prepared), json_)
 
 
-async def _close_first(settings: Settings, body: NewInvoice, reason: str | None) -> None:
+async def _close_and_read(settings: Settings, body: NewInvoice, reason: str | None) -> Read | None:
     from proxy.admin import invoices
 
     async with ledger_of(settings) as db:
-        await invoices.close_first(db, by_operator(reason), body)
+        return await invoices.close_and_read(db, by_operator(reason), body)
 
 
 @invoice.command("pay", epilog="Example: tallygate invoice pay inv_0jdz…")

@@ -78,6 +78,7 @@ def act(
     path: Mapping[str, str] | None = None,
     body: Any = None,
     query: Any = None,
+    prepared: Any = None,
     reason: str | None = None,
     writes: bool = False,
     hashes: bool = False,
@@ -94,7 +95,8 @@ def act(
         async with ledger_of(settings) as db:
             installation = Installation(settings, await secret_of(settings, db) if hashes else b"")
             async with db.begin() if writes else db.read() as c:
-                return await endpoint(Call(installation, db, c, by_operator(reason), dict(path or {}), query, body))
+                by, names = by_operator(reason), dict(path or {})
+                return await endpoint(Call(installation, db, c, by, names, query, body, prepared))
 
     return run(work())
 

@@ -131,7 +131,8 @@ async def test_what_was_drawn_on_credit_before_the_upgrade_is_asked_for_by_the_i
             await c.execute(
                 text(
                     "INSERT INTO transfers (id, batch_id, at_ms, kind, source, destination, amount_pico, currency, "
-                    "team_id, period) VALUES (:id, 'b', 1, 'usage', 'credit:acme', 'revenue:m', :amount, 'CNY', 'acme', :id)"
+                    "team_id, period) "
+                    "VALUES (:id, 'b', 1, 'usage', 'credit:acme', 'revenue:m', :amount, 'CNY', 'acme', :id)"
                 ),
                 row,
             )

@@ -35,10 +35,12 @@ async def draft(house: House, period: str = THIS_MONTH) -> Statement:
 
 
 async def finalized(house: House, period: str = LAST_MONTH) -> invoices.Invoice:
-    """Of a month that is closed."""
+    """Of a month that is closed, as an operator makes it."""
     by = By("finance", max(now_ms(), period_bounds(period, house.timezone)[1]))
+    async with house.db.snapshot() as c:
+        read = await invoices.read_closed(c, house.team_id, period)
     async with house.db.begin() as c:
-        return await invoices.finalize(c, house.team_id, period, by)
+        return await invoices.finalize(c, house.team_id, period, by, read)
 
 
 async def included(house: House, request_id: str, invoice: invoices.Invoice) -> bool:

@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openpyxl import load_workbook
 from pypdf import PdfReader
-from sqlalchemy import update
+from sqlalchemy import event, text, update
 
 from ledger import invoices
 from ledger.audit import By
+from ledger.corrections import approve, propose
 from ledger.documents import file_name, format_named
 from ledger.errors import Conflict, Invalid, NotFound
 from ledger.money import format_amount, parse_amount
@@ -26,7 +28,7 @@ from ledger.statements import Statement
 from ledger.teams import TeamChange, update_team
 from ledger.topups import refund
 from tests.ledger_flow.material import MODEL, House, now_ms, price, run, used
-from tests.ledger_invoices.material import CHECK_RECEIPT, LAST_MONTH, THIS_MONTH, ZONE, draft
+from tests.ledger_invoices.material import CHECK_RECEIPT, LAST_MONTH, THIS_MONTH, ZONE, draft, finalized, proven
 
 
 def after(period: str) -> By:
@@ -245,3 +247,39 @@ async def test_a_receipt_is_checked_by_the_stand_alone_script(house: House, tmp_
     assert (forged.returncode, "NOT included" in forged.stdout) == (1, True)
     file.write_text("[]")
     assert check_receipt(str(file)).returncode == 2
+
+
+async def test_no_writer_waits_while_the_requests_of_a_month_are_read_for_its_invoice(house: House) -> None:
+    await spend(house)
+    await house.close_month(THIS_MONTH)
+    reading: list[bool] = []
+
+    def note(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "FROM usage" in statement:
+            reading.append(bool(connection.get_execution_options().get("read_only")))
+
+    event.listen(house.db.engine.sync_engine, "before_cursor_execute", note)
+    invoice = await finalized(house, THIS_MONTH)
+    event.remove(house.db.engine.sync_engine, "before_cursor_execute", note)
+    assert reading
+    assert all(reading)
+    again = await draft(house)
+    assert (invoice.merkle_root, invoice.exact_usd_pico) == (again.merkle_root, again.exact_usd_pico)
+    assert await finalized(house, THIS_MONTH) == invoice
+    await proven(house)
+
+
+async def test_an_invoice_is_not_made_of_what_was_read_before_a_correction(house: House) -> None:
+    await spend(house)
+    await house.close_month(THIS_MONTH)
+    async with house.db.begin() as c:
+        await c.execute(text("UPDATE rollups SET cost_usd_pico = cost_usd_pico - 7"))
+    async with house.db.snapshot() as c:
+        read = await invoices.read_closed(c, house.team_id, THIS_MONTH)
+    (found,) = await propose(house.db, house.journal_dir)
+    await approve(house.db, house.journal_dir, after(THIS_MONTH), found.id)
+    with pytest.raises(Conflict, match="a correction was approved while"):
+        async with house.db.begin() as c:
+            await invoices.finalize(c, house.team_id, THIS_MONTH, after(THIS_MONTH), read)
+    await finalized(house, THIS_MONTH)
+    await proven(house)
