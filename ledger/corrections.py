@@ -31,6 +31,7 @@ from ledger.entries import (
     usage_row,
 )
 from ledger.errors import Conflict, NotFound
+from ledger.money import format_amount
 from ledger.posting_sql import insert_rows
 from ledger.records import Settle, decode
 from ledger.schema import accounts, batches, periods, rollups, teams, transfers
@@ -44,6 +45,12 @@ BATCH = "correction:"
 """The batch ids of what corrections post begin with this: they belong to no batch of the journal."""
 MOST = 1_000
 """So many are proposed at once."""
+_HOW_TO_COVER = {
+    "prepaid": "top up the team by that first, or ",
+    "credit_line": "raise the team's credit limit first, or ",
+    "budget": "raise the spend quota first, or ",
+    "grant": "",
+}
 Kind = Literal["request", "transfer", "rollup", "balance"]
 Known = Counter[bytes]
 """How often each was posted before."""
@@ -85,7 +92,7 @@ async def propose(db: Database, journal_dir: Path | None) -> list[Correction]:
 
 
 async def approve(db: Database, journal_dir: Path | None, by: By, correction_id: str) -> Correction:
-    """Post one that is proposed. Again: the same answer, and nothing is posted twice. Raises NotFound."""
+    """Post one that is proposed. Again: the same answer, and nothing is posted twice. Raises NotFound, Conflict."""
     async with db.read() as c:
         done = await _approved(c, correction_id)
     if done is not None:
@@ -256,12 +263,21 @@ async def _post(c: AsyncConnection, correction: Correction, now_ms: int) -> None
             key["slot_id"] = f"{key['slot_id']}{CORRECTED}{correction.id}"
             await c.execute(insert(rollups).values(key | dict(zip(ROLLUP_SUMS, entry["sums"], strict=True))))
         case "balance":
-            a = accounts.c
-            changed = {
-                "debits_pico": a.debits_pico + entry["debits"],
-                "leased_pico": a.leased_pico + entry["leased"],
-            }
-            await c.execute(update(accounts).where(a.id == entry["account"]).values(changed))
+            await _post_balance(c, entry)
+
+
+async def _post_balance(c: AsyncConnection, entry: dict[str, Any]) -> None:
+    """Raises Conflict while the account would hold less than what left it."""
+    a = accounts.c
+    row = (await c.execute(select(accounts).where(a.id == entry["account"]).with_for_update())).one()
+    debits, leased = int(row.debits_pico) + entry["debits"], int(row.leased_pico) + entry["leased"]
+    missing = debits + leased - int(row.credits_pico)
+    if missing > 0:
+        raise Conflict(
+            f"account {row.id} was charged {format_amount(missing)} {row.currency} more than it ever held, so its "
+            f"balance cannot be put right yet: {_HOW_TO_COVER[row.kind]}restore a backup"
+        )
+    await c.execute(update(accounts).where(a.id == row.id).values(debits_pico=debits, leased_pico=leased))
 
 
 async def _post_request(c: AsyncConnection, lost: LostRow, billed_in: str | None) -> None:

@@ -10,7 +10,7 @@ from ledger.corrections import Correction, approve, propose
 from ledger.errors import Conflict, NotFound
 from ledger.schema import audit, rollups, transfers, usage
 from ledger.verify import verify
-from tests.ledger_flow.material import House, now_ms, run, used
+from tests.ledger_flow.material import USD, House, now_ms, run, used
 from tests.ledger_flow.test_holds import proven
 from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, finalized, in_month
 
@@ -172,3 +172,21 @@ async def test_a_lost_request_whose_month_nothing_tells_is_not_proposed(either: 
     )
     with pytest.raises(Conflict, match="neither transfers nor rollups say which month billed it: restore a backup"):
         await propose(either.db, either.journal_dir)
+
+
+async def test_a_balance_that_was_overspent_is_put_right_once_the_team_has_paid_for_it(either: House) -> None:
+    """The debits were lost, so what they stood for could be spent again."""
+    for again in (True, False):
+        gate = await either.gate()
+        await run(gate, either.ask(prompt=0, output=14_000_000), used(0, 14_000_000))
+        await either.gates.pop().close()
+        await either.post()
+        if again:
+            await damage(either, "UPDATE accounts SET debits_pico = 0 WHERE kind = 'prepaid'")
+    (found,) = await propose(either.db, either.journal_dir)
+    by = By("ops", now_ms(), "as the journal says")
+    with pytest.raises(Conflict, match=r"1\.76 USD more than it ever held.*top up the team by that first"):
+        await approve(either.db, either.journal_dir, by, found.id)
+    await either.top_up(USD * 176 // 100)
+    assert await approve(either.db, either.journal_dir, by, found.id) == found
+    await proven(either)
