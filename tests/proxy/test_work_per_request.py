@@ -1,4 +1,4 @@
-"""The regression gate of the hot path: it counts work, which no busy machine changes, and never time.
+"""The regression gate of the hot path: it counts work, which a busy machine changes little, and never time.
 
 When a bound breaks, `python -m benchmarks.counted` shows the counts; raise a bound only for work that must be done.
 """
@@ -49,7 +49,7 @@ def test_requests_at_once_share_their_syncs(counts: dict[str, Any]) -> None:
 
 def test_connections_to_an_upstream_are_kept(counts: dict[str, Any]) -> None:
     assert counts["alone"]["upstream_connections"] <= 0.02
-    assert counts["together"]["upstream_connections"] <= 0.05  # one a client: a slow machine lets the idle ones expire
+    assert counts["together"]["upstream_connections"] <= 0.05  # one a client, should one have to wait 4 s for its turn
 
 
 def test_a_request_runs_no_more_code_than_it_did(counts: dict[str, Any]) -> None:
