@@ -88,6 +88,8 @@ class Worker:
         self._refreshed_at = 0.0
         self._behind = True
         """The feed may hold changes that keys and routes have not followed yet."""
+        self._gate_refresh: asyncio.Task[bool] | None = None
+        """Under way, or waiting for another writer."""
         self._exchanged_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -110,9 +112,10 @@ class Worker:
     async def close(self) -> None:
         """Wait for open requests, give back every lease, end the journal."""
         self._stop.set()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([] if self._gate_refresh is None else [self._gate_refresh])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.gate is not None:
             await self.gate.close(patience_s=2.0)
         if self._embed_poster and self.db is not None:
@@ -187,6 +190,7 @@ class Worker:
             notices=self.notices,
         )
         self._failure = None
+        self._start(self._keep_telling())
         if self._embed_poster:
             self._start(Poster(self.db, settings.storage.journal_path).run(self._stop))
             self._start(Observer(self.db, settings).run(self._stop))
@@ -218,8 +222,18 @@ class Worker:
             else:
                 await asyncio.sleep(REFRESH_S)
                 await self._refresh()
-                if time.monotonic() - self._exchanged_at > EXCHANGE_S:
-                    await self._exchange()
+
+    async def _keep_telling(self) -> None:
+        """What this worker writes of its own. Apart from `_tend`: on SQLite a writer may wait for another one, and a
+        key blocked meanwhile must be seen."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self.notices.write(self.database())
+            except Exception as error:
+                log.warning("notices_wait", reason=str(error))
+            if time.monotonic() - self._exchanged_at > EXCHANGE_S:
+                await self._exchange()
 
     async def _refresh(self) -> None:
         """Follow the change feed: keys here, money in the gate."""
@@ -233,18 +247,24 @@ class Worker:
                 await self.route_feed.refresh()
                 self._behind = False
             self._refreshed_at = time.monotonic()
-            if self.db is not None:
-                await self.notices.write(self.db)
         except LedgerError as error:
             log.warning("refresh_failed", reason=str(error))
         except Exception as error:  # whatever it is, a key blocked from now on must still be seen
             log.error("refresh_failed", exc_info=error)
 
     async def _refresh_gate(self) -> bool:
-        """Whether the feed has brought anything, as far as is known: the others need not ask when it has not."""
+        """Whether the feed has brought anything, as far as is known: the others need not ask when it has not. The gate
+        writes too (its heartbeat), and while it waits for that the others do not."""
         assert self.gate is not None
+        if self._gate_refresh is None:
+            self._gate_refresh = asyncio.create_task(self.gate.refresh())
+        running = self._gate_refresh
+        await asyncio.wait({running}, timeout=REFRESH_S)
+        if not running.done():
+            return True
+        self._gate_refresh = None
         try:
-            return await self.gate.refresh()
+            return running.result()
         except Exception as error:
             log.error("refresh_failed", exc_info=error)
             return True
@@ -253,14 +273,17 @@ class Worker:
         """Tell the ledger which attempts failed here; hear from it how drafts do everywhere."""
         self._exchanged_at = time.monotonic()
         failures = self.metrics.take_failures()
-        try:
-            if failures:
+        if failures:
+            try:
                 async with self.database().begin() as c:
                     await add_failures(c, failures, now_ms())
+            except Exception as error:
+                self.metrics.give_back_failures(failures)
+                log.warning("exchange_failed", reason=str(error))
+        try:
             async with self.database().read() as c:
                 self.metrics.acceptance = await list_states(c)
         except Exception as error:
-            self.metrics.give_back_failures(failures)
             log.warning("exchange_failed", reason=str(error))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
