@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import and_, exists, func, select, update
+from sqlalchemy import and_, exists, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -60,6 +60,11 @@ async def close_month(
     `leave_out`: slots that are not waited for; what they bring later is late usage. A closed month is closed for ever,
     and with it every earlier one of its zone. Raises Invalid while the month is not over there, NotFound.
     """
+    await _wait_for_batches(c)
+    return await _close_month(c, by, period, timezone, leave_out)
+
+
+async def _close_month(c: AsyncConnection, by: By, period: str, timezone: str, leave_out: Collection[str]) -> Month:
     await audit.lock(c)
     p = periods.c
     query = select(periods).where(p.timezone == timezone, p.period <= period).order_by(p.period).with_for_update()
@@ -89,6 +94,7 @@ async def close_in_zones(
     c: AsyncConnection, by: By, period: str, zones: Iterable[str], *, leave_out: Collection[str] = ()
 ) -> list[Month]:
     """One step in each zone. Where the month is not over yet it stays open, and the answer says until when."""
+    await _wait_for_batches(c)
     found = []
     for timezone in zones:
         end_ms = period_bounds(period, timezone)[1]
@@ -96,7 +102,7 @@ async def close_in_zones(
             until = datetime.fromtimestamp(end_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             found.append(Month(period, timezone, "open", waiting_for=(f"{period} is not over there until {until}",)))
         else:
-            found.append(await close_month(c, by, period, timezone, leave_out=leave_out))
+            found.append(await _close_month(c, by, period, timezone, leave_out))
     return found
 
 
@@ -169,7 +175,10 @@ async def late_months(c: AsyncConnection, wanted: Iterable[tuple[str, str]]) -> 
     The rows are locked FOR SHARE until the transaction ends, so that no close comes between this answer and its use.
     """
     late = {}
-    for period, timezone in sorted(wanted):
+    wanted = sorted(wanted)
+    if wanted and c.dialect.name == "postgresql":
+        await c.execute(text(f"SELECT pg_advisory_xact_lock_shared({_BATCHES})"))
+    for period, timezone in wanted:
         month = await _open_month(c, period, timezone)
         if month != period:
             late[period, timezone] = month
@@ -188,6 +197,17 @@ async def late_for_teams(
     months = {(team, period): (period, zones[team]) for team, period in wanted if team in zones and is_month(period)}
     late = await late_months(c, set(months.values()))
     return {whose: late[month] for whose, month in months.items() if month in late}
+
+
+_BATCHES = "hashtext('tallygate.months')"
+
+
+async def _wait_for_batches(c: AsyncConnection) -> None:
+    """Returns when every batch that asked `late_months` before us is in SQL: it may have made the row of a month that
+    we would not see, and that would stay open behind the close. Call it before any row of `periods` is locked: a batch
+    may wait for one. On SQLite writers are alone anyway."""
+    if c.dialect.name == "postgresql":
+        await c.execute(text(f"SELECT pg_advisory_unlock({_BATCHES}) FROM pg_advisory_lock({_BATCHES})"))
 
 
 async def _open_month(c: AsyncConnection, period: str, timezone: str) -> str:

@@ -15,14 +15,15 @@ from ledger.errors import Conflict, Invalid, NotFound
 from ledger.gate import Gate
 from ledger.invoices import Invoice
 from ledger.lost_journals import declare_lost
-from ledger.months import Month, close_in_zones, close_patiently, list_months
+from ledger.months import Month, close_in_zones, close_patiently, late_months, list_months
 from ledger.periods import next_period, period_bounds, previous_period
 from ledger.records import Charge, Usage
-from ledger.schema import audit
+from ledger.schema import audit, periods
 from ledger.suspense import list_suspended, write_off
 from tests.ledger_flow.material import USD, House, crash, now_ms, price, run, used
 from tests.ledger_flow.processes import lines, spender
 from tests.ledger_flow.test_posting import settle
+from tests.ledger_invoices.conftest import furnished
 from tests.ledger_invoices.material import (
     LAST_MONTH,
     THIS_MONTH,
@@ -89,6 +90,26 @@ async def test_a_month_closes_when_every_slot_has_sealed_it_and_all_before_that_
     await house.post()
     assert await months_of(house) == [(LAST_MONTH, None), (LAST_MONTH, None), (THIS_MONTH, None)]
     await proven(house)
+
+
+async def test_a_close_waits_for_a_batch_that_found_an_earlier_month_open(
+    ledger_postgres_url: str, tmp_path: Path
+) -> None:
+    """It cannot see the month that the batch makes, and would leave it open, and its usage unbilled, behind itself."""
+    earlier = previous_period(LAST_MONTH)
+    async with furnished(ledger_postgres_url, tmp_path) as house:
+        slot = ((await house.gate()).leases.slot_id,)
+        async with house.db.begin() as batch:
+            async with house.db.begin() as c:
+                await close_in_zones(c, finance(), LAST_MONTH, [ZONE], leave_out=slot)
+                assert await late_months(batch, [(earlier, ZONE)]) == {}
+            closing = asyncio.create_task(step(house, leave_out=slot))
+            await asyncio.sleep(0.3)
+            assert not closing.done()
+        assert (await closing).state == "closed"
+        async with house.db.read() as c:
+            found = (await c.execute(select(periods.c.period, periods.c.state).order_by(periods.c.period))).all()
+        assert [tuple(row) for row in found] == [(earlier, "closed"), (LAST_MONTH, "closed")]
 
 
 async def test_closing_again_changes_nothing_and_who_closed_it_is_in_the_audit_chain(house: House) -> None:
