@@ -110,7 +110,10 @@ async def approve(db: Database, journal_dir: Path | None, by: By, correction_id:
 
 
 async def check_corrections(c: AsyncConnection) -> tuple[int, str | None]:
-    """Every correction that counts was approved by somebody, as it stands."""
+    """Every transfer and rollup that corrects was approved by somebody, as it stands.
+
+    A row that came back and a balance bear no mark: other checks hold them against the journal and the entries.
+    """
     approved = {correction.id: correction async for correction in _acts(c)}
     t = transfers.c
     query = select(t.batch_id, t.kind, t.source, t.destination, t.amount_pico).where(t.batch_id.startswith(BATCH))
