@@ -13,7 +13,7 @@ import msgspec
 
 from ledger.money import Currency
 from ledger.periods import HOUR_MS
-from ledger.records import Answer, Charge, EpochClosed, Seal, Settle, Usage, Void
+from ledger.records import Answer, Charge, Seal, Settle, Usage, Void
 
 ANSWER_KEPT_MS = 24 * HOUR_MS
 
@@ -140,7 +140,6 @@ class Entries:
         self.done_claims: list[tuple[int, str, str, str, str]] = []
         """(answer expires at, team, key, idempotency key, request)."""
         self.released_claims: list[tuple[str, str, str, str]] = []
-        self.closed_epochs: list[int] = []
         self.seals: list[tuple[str, str, int]] = []
         """(period, time zone, seq)."""
         self._accounts = accounts
@@ -155,8 +154,6 @@ class Entries:
                 self.answers.append(record)
             case Void(idempotency_key=str() as key, team_id=str() as team, key_id=str() as owner):
                 self.released_claims.append((team, owner, key, record.request_id))
-            case EpochClosed():
-                self.closed_epochs.append(record.epoch)
             case Seal(timezone=str() as timezone):
                 self.seals.append((record.period, timezone, seq))
 
