@@ -99,10 +99,11 @@ class Endpoint:
     status: int = 200
     prepare: Callable[[Database, By, Any], Awaitable[Any]] | None = None
     """Given the body: what takes transactions of its own and comes before that of the call."""
-    only_reads: bool = False
-    """A POST that changes nothing: no write transaction, no stored answer."""
+    own_transactions: bool = False
+    """A POST that writes nothing, or only in short transactions of its own: it is run in none that writes, and an
+    Idempotency-Key stores no answer, so the same call again must do the same."""
     media_types: tuple[str, ...] = field(default=("application/json",))
 
     @property
     def writes(self) -> bool:
-        return self.method != "GET" and not self.only_reads
+        return self.method != "GET" and not self.own_transactions

@@ -53,7 +53,7 @@ ENDPOINTS = [
         EVERYONE,
         body=Proof,
         body_optional=True,
-        only_reads=True,
+        own_transactions=True,
     ),
     Endpoint("GET", "/corrections", "Propose corrections", list_corrections, Listing[Correction], EVERYONE),
     Endpoint(
@@ -63,6 +63,6 @@ ENDPOINTS = [
         approve_correction,
         Correction,
         body=Approval,
-        only_reads=True,  # it makes transactions of its own: the proof before it must not keep writers waiting
+        own_transactions=True,  # the proof before it must not keep writers waiting
     ),
 ]
