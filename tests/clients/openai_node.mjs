@@ -75,7 +75,7 @@ async function refused() {
 }
 
 async function broken() {
-  const chunks = await client.chat.completions.create({ model: "m@cut", messages, stream: true });
+  const chunks = await client.chat.completions.create({ model: process.env.BROKEN_MODEL, messages, stream: true });
   let text = "";
   try {
     for await (const chunk of chunks) text += chunk.choices[0]?.delta.content ?? "";

@@ -17,6 +17,8 @@ BASE_URL = os.environ.get("BASE_URL", "")
 ROOT_URL = BASE_URL.removesuffix("/v1")
 API_KEY = os.environ.get("API_KEY", "")
 IMAGE = os.environ.get("IMAGE", "")
+BROKEN_MODEL = os.environ.get("BROKEN_MODEL", "")
+"""Its streams break off. One for each client: a deployment rests after three of them."""
 MESSAGES: Any = [{"role": "user", "content": "hi there"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]

@@ -43,7 +43,7 @@ LACKS = {
     "litellm": ("helper", "responses", "streamed_responses", "parsed_responses", "broken"),
 }
 """Which ways of asking a client does not have, or tells us nothing by."""
-FAULTS = ("calls", "json", "cut", "slow-chunks")
+FAULTS = ("calls", "json", "slow-chunks")
 ADMIN_TOKEN = "a-configured-admin-token"
 IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
 TEXT = "".join(WORDS[number % len(WORDS)] for number in range(16))
@@ -66,6 +66,7 @@ class TallyGate(Served):
         self.root = f"http://127.0.0.1:{self.port}"
         price = {"currency": "USD", "input": "0.28", "output": "0.42"}
         names = {"m": "gpt-4", **{f"m@{fault}": f"gpt-4@{fault}" for fault in FAULTS}}
+        names |= {f"broken-for-{client}": "gpt-4@cut" for client in PROGRAMS}
         models = {
             name: {"deployments": [{"to": "legacy", "model": model}], "price": price} for name, model in names.items()
         }
@@ -92,6 +93,7 @@ class TallyGate(Served):
             "BASE_URL": f"{self.root}/v1",
             "API_KEY": (self.folder / "data/demo-key").read_text().strip(),
             "IMAGE": IMAGE,
+            "BROKEN_MODEL": f"broken-for-{client}",
             "PYTHONPATH": str(HERE),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nothing is downloaded
             "LANGSMITH_TRACING": "false",

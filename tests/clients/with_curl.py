@@ -6,7 +6,7 @@ import json
 import subprocess
 from typing import Any
 
-from scenarios import API_KEY, BASE_URL, MESSAGES, PICTURE, TOOLS, run
+from scenarios import API_KEY, BASE_URL, BROKEN_MODEL, MESSAGES, PICTURE, TOOLS, run
 
 
 def curl(body: dict[str, Any], *options: str) -> tuple[dict[str, str], str]:
@@ -75,7 +75,7 @@ def refused() -> Any:
 
 
 def broken() -> Any:
-    _, body = curl({"model": "m@cut", "messages": MESSAGES, "stream": True})
+    _, body = curl({"model": BROKEN_MODEL, "messages": MESSAGES, "stream": True})
     *chunks, last = payloads(body)
     return {"text": text_of(chunks), "code": last["error"]["code"]}
 

@@ -8,7 +8,7 @@ import openai
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from scenarios import API_KEY, BASE_URL, PICTURE, TOOLS, run
+from scenarios import API_KEY, BASE_URL, BROKEN_MODEL, PICTURE, TOOLS, run
 
 ASK = "hi there"
 
@@ -84,7 +84,7 @@ def refused() -> Any:
 def broken() -> Any:
     text = ""
     try:
-        for chunk in model("m@cut").stream(ASK):
+        for chunk in model(BROKEN_MODEL).stream(ASK):
             text += chunk.content
     except openai.APIError as error:
         return {"text": text, "code": error.code}

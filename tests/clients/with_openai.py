@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 from pydantic import BaseModel
-from scenarios import API_KEY, BASE_URL, MESSAGES, PICTURE, TOOLS, run
+from scenarios import API_KEY, BASE_URL, BROKEN_MODEL, MESSAGES, PICTURE, TOOLS, run
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
 USAGE: Any = {"include_usage": True}
@@ -103,7 +103,7 @@ def refused() -> Any:
 def broken() -> Any:
     text = ""
     try:
-        for chunk in client.chat.completions.create(model="m@cut", messages=MESSAGES, stream=True):
+        for chunk in client.chat.completions.create(model=BROKEN_MODEL, messages=MESSAGES, stream=True):
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
     except openai.APIError as error:
         return {"text": text, "code": error.code}
