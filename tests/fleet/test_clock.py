@@ -60,7 +60,7 @@ def host(
     tmp_path_factory: pytest.TempPathFactory, clock: Clock, postgres: Postgres, upstream_process: FakeUpstream
 ) -> Iterator[Host]:
     """A host with one worker, and its Valkey, all by `clock`."""
-    clock.set("2026-11-30T23:25:00+08:00")  # prices are in force from the start
+    clock.set("2026-11-30T22:00:00+08:00")  # prices are in force from here on, and no test goes back further
     name = postgres.create_database()
     with running(Valkey(environ=clock.environ)) as valkey:
         folder = tmp_path_factory.mktemp("fleet") / "host"
