@@ -11,6 +11,7 @@ from backend.speculate import Rates, best_lengths
 
 _GAIN = 1.08  # rows that decode plainly start to draft for this much,
 _GOING_ON = 1.05  # rows that draft go on for this much: costs are measured, and measurements are off by as much
+_GAIN_PER_ROW = 0.01  # and this more for each further row, whose prompt the draft reads as well
 _PROBE_SHARE = 0.01  # of the time that plain rows may spend on asking again whether drafting pays
 _PROBE_LENGTH = 2
 _FIRST_FOR_LATER = 0.25  # what a first token's outcome counts for later ones: a bad draft rarely shows these
@@ -53,13 +54,14 @@ class LengthPolicy:
                 continue
             for i in members:
                 rows[i].tracker.start_from(self.usual_rates(name))
+            going_on = any(rows[i].tracker.drafting and rows[i].tracker.rounds for i in members)
             choice = best_lengths(
                 [rows[i].tracker.rates for i in members],
                 [caps[i] for i in members],
                 len(rows) - len(members),
                 self._draft_seconds(name, draft),
                 target,
-                _GOING_ON if any(rows[i].tracker.drafting and rows[i].tracker.rounds for i in members) else _GAIN,
+                (_GOING_ON if going_on else _GAIN) + _GAIN_PER_ROW * (len(rows) - 1),
             )
             compare = choice.gain < _SURE_GAIN and self._plain_is_due(len(rows))
             for i, length in zip(members, choice.lengths, strict=True):
