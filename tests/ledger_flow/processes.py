@@ -34,7 +34,8 @@ def spender(house: House, slot: int, *options: str) -> subprocess.Popen[bytes]:
 
 
 def lines(folder: Path, slot: int | None = None) -> Iterator[Line]:
+    """The whole lines: a spender may be writing, and a write over two pages of the file is seen in halves."""
     for path in sorted(folder.glob(f"spender-{'*' if slot is None else slot}.log")):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n")[:-1]:
             kind, request_id, first, second = line.split()
             yield Line(kind, request_id, int(first), int(second))
