@@ -21,6 +21,7 @@ from ledger import audit
 from ledger.audit import By
 from ledger.database import Database
 from ledger.entries import (
+    REVERSAL,
     ROLLUP_KEYS,
     ROLLUP_SUMS,
     USAGE_COLUMNS,
@@ -32,6 +33,8 @@ from ledger.entries import (
 )
 from ledger.errors import Conflict, NotFound
 from ledger.money import format_amount
+from ledger.movements import CORRECTION
+from ledger.periods import DEFAULT_TIMEZONE, period_of
 from ledger.posting_sql import insert_rows
 from ledger.records import Settle, decode
 from ledger.schema import accounts, batches, periods, rollups, teams, transfers
@@ -43,6 +46,8 @@ from ledger.verify_sums import CORRECTED, reverse, rollup_differences, transfer_
 ACTION = "correction.approve"
 BATCH = "correction:"
 """The batch ids of what corrections post begin with this: they belong to no batch of the journal."""
+UNEXPLAINED = "unexplained:balance"
+"""The other side of what a balance was off by: it always comes to nothing."""
 MOST = 1_000
 """So many are proposed at once."""
 _HOW_TO_COVER = {
@@ -54,13 +59,15 @@ _HOW_TO_COVER = {
 Kind = Literal["request", "transfer", "rollup", "balance"]
 Known = Counter[bytes]
 """How often each was posted before."""
+Booked = tuple[str, str, str, int]
+"""(kind, source, destination, pico) of a transfer."""
 
 
 class Correction(msgspec.Struct, frozen=True):
     """A new entry that would put one difference right. `id` follows from all of the rest.
 
     request: a usage row that the journal knows and the ledger lost · transfer: what was moved too little or too much ·
-    rollup: what an hourly sum lacks · balance: what a balance is off from its entries.
+    rollup: what an hourly sum lacks · balance: what a balance is off from its entries, with the transfers that say so.
     """
 
     id: str
@@ -110,23 +117,30 @@ async def approve(db: Database, journal_dir: Path | None, by: By, correction_id:
 
 
 async def check_corrections(c: AsyncConnection) -> tuple[int, str | None]:
-    """Every transfer and rollup that corrects was approved by somebody, as it stands.
+    """Every transfer and rollup that corrects was approved by somebody, as it stands; no balance was corrected without
+    transfers that say so.
 
-    A row that came back and a balance bear no mark: other checks hold them against the journal and the entries.
+    A row that came back bears no mark: other checks hold it against the journal.
     """
     approved = {correction.id: correction async for correction in _acts(c)}
-    t = transfers.c
+    booked = {act.id: Counter(_booked(act)) for act in approved.values()}
+    t, seen = transfers.c, set[str]()
     query = select(t.batch_id, t.kind, t.source, t.destination, t.amount_pico).where(t.batch_id.startswith(BATCH))
     for row in await c.execute(query):
-        act = approved.get(row.batch_id.removeprefix(BATCH))
+        act_id = row.batch_id.removeprefix(BATCH)
         posted = (row.kind, row.source, row.destination, int(row.amount_pico))
-        if act is None or posted != tuple(act.entry[name] for name in ("kind", "source", "destination", "amount_pico")):
+        if not booked.get(act_id, Counter())[posted]:
             return len(approved), f"{row.kind} of {row.amount_pico} pico corrects {row.source}, and nobody approved it"
+        booked[act_id][posted] -= 1
+        seen.add(act_id)
+    for balance in approved.values():
+        if balance.kind == "balance" and _booked(balance) and balance.id not in seen:
+            return len(approved), f"correction {balance.id} of {balance.entry['account']} is not booked any more"
     r = rollups.c
     columns = [r.hour_ms, r.slot_id, *(r[name] for name in ROLLUP_SUMS)]
     for hour_ms, slot_id, *sums in await c.execute(select(*columns).where(r.slot_id.contains(CORRECTED))):
         act = approved.get(slot_id.rpartition(CORRECTED)[2])
-        if act is None or [int(value) for value in sums] != act.entry["sums"]:
+        if act is None or [int(value) for value in sums] != act.entry.get("sums"):
             return len(approved), f"a rollup of hour {hour_ms} is a correction, and nobody approved it"
     return len(approved), None
 
@@ -246,8 +260,20 @@ async def _balances(c: AsyncConnection, known: Known) -> list[Correction]:
             off = {"debits": moved[row.id] - int(row.debits_pico), "leased": held.get(row.id, 0) - int(row.leased_pico)}
             if any(off.values()):
                 words = f"the balance of account {row.id} is off by {off} pico from its entries"
-                found.append(_new("balance", words, {"account": row.id, **off}, known))
+                entry = {"account": row.id, **off, "transfers": [list(move) for move in _moves(row, off["debits"])]}
+                found.append(_new("balance", words, entry, known))
         last = ids[-1]
+
+
+def _moves(account: Any, off_pico: int) -> list[Booked]:
+    """Double entry of what a balance's debits are off by: first what the row says and nothing explains, then what takes
+    that back. What is only leased is no money that moved."""
+    if not off_pico:
+        return []
+    kind = f"budget_{CORRECTION}" if account.kind == "budget" else CORRECTION
+    out = (kind, account.id, UNEXPLAINED, abs(off_pico))
+    back = (f"{kind}{REVERSAL}", UNEXPLAINED, account.id, abs(off_pico))
+    return [back, out] if off_pico > 0 else [out, back]
 
 
 # -- what is posted ----------------------------------------------------------------------------------------------------
@@ -266,12 +292,12 @@ async def _post(c: AsyncConnection, correction: Correction, now_ms: int) -> None
             key["slot_id"] = f"{key['slot_id']}{CORRECTED}{correction.id}"
             await c.execute(insert(rollups).values(key | dict(zip(ROLLUP_SUMS, entry["sums"], strict=True))))
         case "balance":
-            await _post_balance(c, entry)
+            await _post_balance(c, correction, now_ms)
 
 
-async def _post_balance(c: AsyncConnection, entry: dict[str, Any]) -> None:
+async def _post_balance(c: AsyncConnection, correction: Correction, now_ms: int) -> None:
     """Raises Conflict while the account would hold less than what left it."""
-    a = accounts.c
+    a, entry = accounts.c, correction.entry
     row = (await c.execute(select(accounts).where(a.id == entry["account"]).with_for_update())).one()
     debits, leased = int(row.debits_pico) + entry["debits"], int(row.leased_pico) + entry["leased"]
     missing = debits + leased - int(row.credits_pico)
@@ -281,6 +307,31 @@ async def _post_balance(c: AsyncConnection, entry: dict[str, Any]) -> None:
             f"balance cannot be put right yet: {_HOW_TO_COVER[row.kind]}restore a backup"
         )
     await c.execute(update(accounts).where(a.id == row.id).values(debits_pico=debits, leased_pico=leased))
+    query = select(teams.c.timezone).where(teams.c.id == row.team_id)
+    timezone = (await c.execute(query)).scalar_one_or_none() or DEFAULT_TIMEZONE  # a global budget has no team
+    for number, (kind, source, destination, amount_pico) in enumerate(_booked(correction)):
+        transfer = {
+            "id": f"{BATCH}{correction.id}:{number}",
+            "batch_id": f"{BATCH}{correction.id}",
+            "at_ms": now_ms,
+            "kind": kind,
+            "source": source,
+            "destination": destination,
+            "amount_pico": amount_pico,
+            "currency": row.currency,
+            "team_id": row.team_id,
+            "period": period_of(now_ms, timezone),
+            "reference": correction.id,
+        }
+        await c.execute(insert(transfers).values(transfer))
+
+
+def _booked(correction: Correction) -> list[Booked]:
+    """The transfers that it posts; of a balance that an earlier version corrected there are none."""
+    entry = correction.entry
+    if correction.kind == "transfer":
+        return [(entry["kind"], entry["source"], entry["destination"], entry["amount_pico"])]
+    return [(kind, source, destination, pico) for kind, source, destination, pico in entry.get("transfers", ())]
 
 
 async def _post_request(c: AsyncConnection, lost: LostRow, billed_in: str | None) -> None:

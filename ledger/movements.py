@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.accounts import credit_line_id
@@ -15,8 +15,9 @@ from ledger.schema import accounts, invoices, transfers
 from ledger.statements import Movement, MovementKind
 from ledger.sums import exact_sum, read_sum
 
-KINDS: tuple[MovementKind, ...] = get_args(MovementKind)
-_OUT = ("refund", "expiry")
+CORRECTION: MovementKind = "correction"
+KINDS: tuple[MovementKind, ...] = tuple(kind for kind in get_args(MovementKind) if kind != CORRECTION)
+_OUT = ("refund", "expiry", CORRECTION)
 
 
 def moved_where(team_id: str, currency: Currency, kinds: Sequence[str]) -> tuple[ColumnElement[bool], ...]:
@@ -25,10 +26,12 @@ def moved_where(team_id: str, currency: Currency, kinds: Sequence[str]) -> tuple
 
 
 async def movements(c: AsyncConnection, team_id: str, currency: Currency, start_ms: int, end_ms: int) -> list[Movement]:
-    """Promo credit given and expired, invoices paid, credit notes: in [start, end), oldest first."""
+    """Promo credit given and expired, invoices paid, credit notes, corrected balances: in [start, end), oldest
+    first."""
     t = transfers.c
+    corrected = (t.team_id == team_id, t.currency == currency, t.kind.in_((CORRECTION, f"{CORRECTION}{REVERSAL}")))
     query = select(t.kind, t.at_ms, t.amount_pico, t.reference, t.source).where(
-        *moved_where(team_id, currency, KINDS), t.at_ms >= start_ms, t.at_ms < end_ms
+        or_(and_(*moved_where(team_id, currency, KINDS)), and_(*corrected)), t.at_ms >= start_ms, t.at_ms < end_ms
     )
     return [_movement(row) for row in await c.execute(query.order_by(t.at_ms, t.id))]
 
@@ -36,11 +39,12 @@ async def movements(c: AsyncConnection, team_id: str, currency: Currency, start_
 def _movement(row: Any) -> Movement:
     out = row.kind in _OUT
     amount = -int(row.amount_pico) if out else int(row.amount_pico)
-    return Movement(kind=row.kind, at_ms=row.at_ms, amount_pico=amount, reference=row.reference or row.source)
+    kind = row.kind.removesuffix(REVERSAL)
+    return Movement(kind=kind, at_ms=row.at_ms, amount_pico=amount, reference=row.reference or row.source)
 
 
 async def moved_before(c: AsyncConnection, team_id: str, currency: Currency, before_ms: int) -> int:
-    """All of these together, less refunds, before an instant."""
+    """All of these together, less refunds, before an instant. Corrections of a balance come to nothing."""
     t = transfers.c
     query = (
         select(t.kind, *exact_sum(t.amount_pico))

@@ -16,7 +16,7 @@ from ledger.money import PICO_PER_CENT, Currency, floor_to_cent
 
 LineKind = Literal["usage", "waived", "promo", "carry_in", "credit"]
 StatementKind = Literal["invoice", "credit_note"]
-MovementKind = Literal["grant", "expiry", "payment", "credit_note"]
+MovementKind = Literal["grant", "expiry", "payment", "credit_note", "correction"]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,9 @@ class TopupLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Movement(msgspec.Struct, frozen=True, kw_only=True):
-    """Money of the team that moved without being used or topped up. Negative: promo credit that expired."""
+    """Money of the team that moved without being used or topped up. Negative: promo credit that expired.
+
+    A correction of a balance has two that come to nothing: what the balance was off by, and that put right."""
 
     kind: MovementKind
     at_ms: int

@@ -22,6 +22,7 @@ MOVEMENT_NAMES: dict[MovementKind, tuple[str, str]] = {
     "expiry": ("Promo credit expired", "赠金过期"),
     "payment": ("Invoices paid", "账单回款"),
     "credit_note": ("Credit notes", "贷项"),
+    "correction": ("Balance corrected", "余额更正"),
 }
 
 _DIGITS = "零壹贰叁肆伍陆柒捌玖"

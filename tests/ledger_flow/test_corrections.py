@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, select, text
 
-from ledger.audit import By
-from ledger.corrections import Correction, approve, propose
+from ledger.audit import By, record
+from ledger.corrections import ACTION, Correction, approve, propose
+from ledger.documents.wording import account_lines, summary
 from ledger.errors import Conflict, NotFound
+from ledger.quotas import Scope
 from ledger.schema import audit, rollups, transfers, usage
 from ledger.verify import verify
 from tests.ledger_flow.material import USD, House, now_ms, run, used
 from tests.ledger_flow.test_holds import proven
-from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, finalized, in_month
+from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, draft, finalized, foots, in_month
 
 
 async def spent(house: House) -> None:
@@ -130,6 +132,40 @@ async def test_beside_a_live_server_a_correction_counts_what_is_posted_meanwhile
     await house.post()
     await approve(house.db, house.journal_dir, By("ops", now_ms(), "live"), found.id)
     assert (await house.account()).debits_pico == sum(row.cost_usd_pico for row in await house.rows())
+    await proven(house)
+
+
+@pytest.mark.parametrize("off", [-3, 3])
+async def test_a_corrected_balance_moves_in_double_entry_and_its_statement_shows_it(either: House, off: int) -> None:
+    await either.budget(Scope.of_key(either.key_id), USD)
+    await spent(either)
+    before = await draft(either)
+    debits = (await either.account()).debits_pico
+    await damage(either, f"UPDATE accounts SET debits_pico = debits_pico + {off} WHERE kind IN ('prepaid', 'budget')")
+    for mended in await approve_all(either):
+        async with either.db.read() as c:
+            query = select(transfers).where(transfers.c.batch_id == f"correction:{mended.id}").order_by(transfers.c.id)
+            found, put_right = (await c.execute(query)).all()
+        account = mended.entry["account"]
+        assert (put_right.source if off < 0 else put_right.destination) == account
+        assert (found.destination if off < 0 else found.source) == account
+        assert {found.amount_pico, put_right.amount_pico} == {3}
+    month = await draft(either)
+    assert foots(month)
+    assert [(line.kind, line.amount_pico) for line in month.movements] == [("correction", -off), ("correction", off)]
+    assert month.closing_pico == before.closing_pico == 10 * USD - debits
+    assert [name for name, _, _ in summary(month)] == [name for name, _, _ in summary(before)]
+    assert [what for _, what, _, _ in account_lines(month)].count("Balance corrected 余额更正") == 2
+    await proven(either)
+    await damage(either, "DELETE FROM transfers WHERE kind IN ('correction', 'correction_reversal')")
+
+
+async def test_a_balance_that_an_earlier_version_corrected_without_transfers_is_proven(house: House) -> None:
+    await spent(house)
+    entry = {"account": (await house.account()).id, "debits": 3, "leased": 0}
+    async with house.db.begin() as c:
+        old = Correction("fix_old", "balance", "off by 3", entry)
+        await record(c, By("ops", now_ms()), ACTION, "correction", old.id, after=old)
     await proven(house)
 
 

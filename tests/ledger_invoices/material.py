@@ -34,6 +34,18 @@ async def draft(house: House, period: str = THIS_MONTH) -> Statement:
         return await draft_statement(c, house.team_id, period)
 
 
+def foots(month: Statement) -> bool:
+    moved = month.topups_pico + sum(movement.amount_pico for movement in month.movements)
+    return (
+        month.carry_in_pico + month.exact_pico == month.billed_pico + month.carry_out_pico
+        and month.exact_pico == month.consumption_pico - month.promo_pico
+        and sum(line.billed_pico for line in month.lines) == month.billed_pico
+        and month.net_pico + month.tax_pico == month.billed_pico
+        and month.opening_pico + moved - month.consumption_pico == month.closing_pico
+        and 0 <= month.due_pico <= month.billed_pico
+    )
+
+
 async def finalized(house: House, period: str = LAST_MONTH) -> invoices.Invoice:
     """Of a month that is closed, as an operator makes it."""
     by = By("finance", max(now_ms(), period_bounds(period, house.timezone)[1]))

@@ -19,12 +19,11 @@ from ledger.invoices import Invoice
 from ledger.money import parse_amount
 from ledger.periods import next_period, period_bounds
 from ledger.schema import invoices as table
-from ledger.statements import Statement
 from ledger.teams import TeamChange, update_team
 from ledger.topups import expire_grants, grant, refund
 from ledger.verify import verify
 from tests.ledger_flow.material import USD, House, now_ms, run, used
-from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, ZONE, draft, finalized, in_month, proven
+from tests.ledger_invoices.material import LAST_MONTH, THIS_MONTH, ZONE, draft, finalized, foots, in_month, proven
 
 CENT = USD // 100
 UNIT = 25_000 * 420_000
@@ -81,18 +80,6 @@ async def used_and_free(house: House) -> tuple[int, int]:
     async with house.db.read() as c:
         found = await balance(c, house.team_id, now_ms())
     return found.credit_used_pico, found.credit_limit_pico
-
-
-def foots(month: Statement) -> bool:
-    moved = month.topups_pico + sum(movement.amount_pico for movement in month.movements)
-    return (
-        month.carry_in_pico + month.exact_pico == month.billed_pico + month.carry_out_pico
-        and month.exact_pico == month.consumption_pico - month.promo_pico
-        and sum(line.billed_pico for line in month.lines) == month.billed_pico
-        and month.net_pico + month.tax_pico == month.billed_pico
-        and month.opening_pico + moved - month.consumption_pico == month.closing_pico
-        and 0 <= month.due_pico <= month.billed_pico
-    )
 
 
 async def test_promo_credit_its_use_and_its_end_have_lines_of_their_own_and_are_not_billed(sqlite_house: House) -> None:
