@@ -1,12 +1,15 @@
-"""Is this worker alive, can it serve, and what has it counted."""
+"""Is this worker alive, can it serve, and what has its host counted."""
 
 from __future__ import annotations
+
+import asyncio
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from proxy.exposition import text_of
 from proxy.worker import Worker
 
 
@@ -27,6 +30,9 @@ def health_routes(worker: Worker) -> list[Route]:
         return Response(msgspec.json.encode(body), 200 if serving else 503, media_type="application/json")
 
     async def metrics(request: Request) -> Response:
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        """Of the whole host, whichever worker is asked."""
+        counted, running = await worker.host_metrics.read()
+        text = await asyncio.to_thread(text_of, counted, running, worker.metrics.acceptance)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     return [Route("/health/live", live), Route("/health/ready", ready), Route("/metrics", metrics)]

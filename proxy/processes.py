@@ -39,10 +39,12 @@ class Role:
 
 
 class Child:
-    """A role and its current process. `say` receives one line for each crash and restart."""
+    """A role and its current process. `say` receives one line for each crash and restart; on_crash: called when it has
+    ended by itself, with an error or a signal."""
 
-    def __init__(self, role: Role, say: Callable[[str], None]) -> None:
+    def __init__(self, role: Role, say: Callable[[str], None], on_crash: Callable[[], None] = lambda: None) -> None:
         self.role = role
+        self._on_crash = on_crash
         self.exit_code: int | None = None
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,6 +88,8 @@ class Child:
             code = await self.wait()
             if self._stopping.is_set():
                 return
+            if code != 0:
+                self._on_crash()
             if time.monotonic() - began > STEADY_AFTER_S:
                 pause_s = FIRST_PAUSE_S
             self._say(

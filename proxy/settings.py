@@ -214,6 +214,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.base_dir / "data"
 
     @property
+    def metrics_dir(self) -> Path:
+        """What the processes of this host have counted."""
+        return self.data_dir / "metrics"
+
+    @property
     def source(self) -> str:
         """The configuration file, in words."""
         return self._source

@@ -16,11 +16,14 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from proxy.host_metrics import HostMetrics, forget_ended
+from proxy.metrics import Snapshot
 from proxy.preflight import StartRefused
 from proxy.probe import get_json
 from proxy.processes import Child, Role, describe_exit, resolve
@@ -148,15 +151,26 @@ class Supervisor:
         self.plan = plan
         self.stop_requested = asyncio.Event()
         self._say = say
-        self._gateways = dict(enumerate(Child(role, say) for role in plan.gateways()))
+        self._crashes: Counter[str] = Counter()
+        self._gateways = dict(enumerate(self._child(role) for role in plan.gateways()))
         """By slot."""
         self._leaving: dict[int, Child] = {}
         """Slots whose worker has been replaced and still answers what it had."""
         self._roll_requested = asyncio.Event()
-        self._poster = Child(plan.poster(), say)
+        self._poster = self._child(plan.poster())
         role = plan.backend()
-        self._backend = None if role is None else Child(role, say)
+        self._backend = None if role is None else self._child(role)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._metrics = HostMetrics(
+            plan.settings.metrics_dir,
+            "supervisor",
+            lambda: Snapshot(crashes=self._crashes),
+            lambda before: self._crashes.update(before.crashes),
+        )
+
+    def _child(self, role: Role) -> Child:
+        name = role.name.partition(" ")[0]
+        return Child(role, self._say, lambda: self._crashes.update([name]))
 
     @property
     def children(self) -> list[Child]:
@@ -186,6 +200,7 @@ class Supervisor:
         The backend, which takes longest, loads while `prepare` readies the ledger; the others start after that. Raises
         what `prepare` raises, and StartRefused when a child ends; nothing is left running then.
         """
+        forget_ended(self.plan.settings.metrics_dir)
         try:
             if self._backend is not None:
                 self._backend.start()
@@ -249,6 +264,7 @@ class Supervisor:
         for child in self.children:
             self._watch(child.keep_running())
         self._watch(self._answer_rolls())
+        self._watch(self._metrics.keep_written())
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -292,7 +308,7 @@ class Supervisor:
     async def _start_replacement(self, slot: int) -> Child | None:
         """A worker that serves; None, with a line that says why, when it does not come to that."""
         reader, writer = os.pipe()
-        new = Child(self.plan.gateway(slot, writer), self._say)
+        new = self._child(self.plan.gateway(slot, writer))
         try:
             try:
                 new.start()
@@ -337,6 +353,7 @@ class Supervisor:
             *([] if self._backend is None else [self._backend.stop(left(STOP_WITHIN_S))]),
         )
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._metrics.close()
 
 
 async def _readable(fd: int, timeout_s: float) -> bool:

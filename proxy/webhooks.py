@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
@@ -32,10 +33,18 @@ AT_ONCE = 8
 
 
 class Courier:
-    """`run` it beside the poster. Several on one database share the work."""
+    """`run` it beside the poster. Several on one database share the work. attempts: counted by what became of them."""
 
-    def __init__(self, db: Database, hooks: Sequence[Webhook], *, clock: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        db: Database,
+        hooks: Sequence[Webhook],
+        attempts: Counter[str] | None = None,
+        *,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
         self._db = db
+        self._attempts: Counter[str] = Counter() if attempts is None else attempts
         self._hooks = {hook_id(hook): hook for hook in hooks}
         self._clock = clock or (lambda: time.time_ns() // 1_000_000)
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -69,6 +78,7 @@ class Courier:
     async def _deliver(self, client: httpx.AsyncClient, delivery: Delivery) -> None:
         async with self._places:
             error = await self._post(client, delivery)
+        self._attempts["delivered" if error is None else "failed"] += 1
         if error is not None:
             log.warning("webhook_refused", event_id=delivery.event.id, attempts=delivery.attempts, error=error)
         async with self._db.begin() as c:

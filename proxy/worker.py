@@ -32,6 +32,7 @@ from proxy.auth import Keyring
 from proxy.catalogue import Catalogue
 from proxy.checking import keep_checking
 from proxy.gateway import Gateway
+from proxy.host_metrics import HostMetrics
 from proxy.ids import now_ms
 from proxy.metrics import Metrics
 from proxy.notices import Notices
@@ -73,6 +74,9 @@ class Worker:
         )
         self.limiter = Limiter(self._counters, global_timezone=settings.billing.timezone)
         self.metrics = Metrics(self._gauges, self.limiter.decisions)
+        self.host_metrics = HostMetrics(
+            settings.metrics_dir, f"gateway-{slot}", self.metrics.snapshot, self.metrics.go_on_from
+        )
         self.notices = Notices(self.limiter)
         self.trusted_proxies = parse_networks(settings.server.trusted_proxies)
         self.catalogue = Catalogue(self.routes, self.upstreams)
@@ -100,6 +104,7 @@ class Worker:
         await self._try_to_open()
         self._start(self._tend())
         self._start(self.catalogue.keep_current())
+        self._start(self.host_metrics.keep_written())
         for name, item in self.settings.upstreams.items():
             if item.health_check is not None:
                 self._start(keep_checking(self.upstreams[name], item.health_check))
@@ -118,6 +123,7 @@ class Worker:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.gate is not None:
             await self.gate.close(patience_s=2.0)
+        await self.host_metrics.close()
         if self._embed_poster and self.db is not None:
             await Poster(self.db, self.settings.storage.journal_path).drain()
         await self._counters.close()
@@ -292,7 +298,8 @@ class Worker:
         self._tasks.append(task)
 
     def _gauges(self) -> dict[str, float]:
-        gauges: dict[str, float] = {"ready": float(self.can_serve())}
+        unposted = 0 if self.gate is None else self.gate.journal.health.backlog_frames
+        gauges: dict[str, float] = {"ready": float(self.can_serve()), "unposted_records": float(unposted)}
         for part, reasons in self.degraded().items():
             gauges[f"degraded_{part}"] = float(bool(reasons))
         return gauges

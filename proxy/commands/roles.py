@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,16 +129,38 @@ def poster(
 
 
 async def _post(settings: Settings) -> None:
+    from proxy.host_metrics import HostMetrics
+    from proxy.metrics import Snapshot
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    attempts: Counter[str] = Counter()
+    metrics = HostMetrics(
+        settings.metrics_dir,
+        "poster",
+        lambda: Snapshot(webhook_attempts=attempts),
+        lambda before: attempts.update(before.webhook_attempts),
+    )
+    counting = loop.create_task(metrics.keep_written())
+    try:
+        await _post_until(stop, settings, attempts)
+    finally:
+        counting.cancel()
+        await asyncio.wait([counting])
+        await metrics.close()
+
+
+async def _post_until(stop: asyncio.Event, settings: Settings, attempts: Counter[str]) -> None:
+    """attempts: to deliver webhooks, counted by what became of them."""
     from ledger.left_slots import LeftSlots
     from ledger.noticing import Noticing
     from ledger.posting import Poster
     from proxy.observer import Observer
     from proxy.webhooks import Courier
 
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     db = await _patiently_open(settings, stop)
     if db is None:
         return
@@ -147,7 +170,8 @@ async def _post(settings: Settings) -> None:
         notice = _again("noticing", NOTICE_S, lambda: noticing.look(time.time_ns() // 1_000_000), stop)
         recover = _again("recovering", RECOVER_S, left_slots.recover, stop)
         tidy = _again("tidying", TIDY_S, lambda: _tidy_outbox(db, bool(settings.webhooks)), stop)
-        besides = (Observer(db, settings).run(stop), Courier(db, settings.webhooks).run(stop), notice, recover, tidy)
+        courier = Courier(db, settings.webhooks, attempts)
+        besides = (Observer(db, settings).run(stop), courier.run(stop), notice, recover, tidy)
         beside = [loop.create_task(work) for work in besides]
         _spare_the_collector()
         await poster.run(stop)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from proxy.exposition import text_of
 from proxy.settings import load_settings
 from proxy.worker import Worker
 from tests.deploy.material import (
@@ -66,7 +67,8 @@ def check_compose(words: list[str]) -> None:
 
 
 def test_every_metric_of_the_gateway_that_is_named_is_measured_and_none_is_left_out(tmp_path: Path) -> None:
-    text = Worker(load_settings(None, tmp_path), 0).metrics.text().decode()
+    snapshot = Worker(load_settings(None, tmp_path), 0).metrics.snapshot()
+    text = text_of([snapshot], {"gateway-0": snapshot}).decode()
     measured = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     assert set(METRIC.findall(OPERATIONS.read_text())) == measured
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -170,7 +171,10 @@ def fleet_of(folder: Path, count: int, database: str, counters: str, upstream: s
         yield Fleet(hosts)
 
 
-def metric(host: Host, name: str) -> float:
-    """The sum of a family's samples, of the worker that answers."""
-    text = httpx.get(f"{host.url}/metrics", timeout=5).text
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+def metric(host: Host, name: str, *labels: str) -> float:
+    """The sum of a family's samples with these labels (`role="gateway"`), of whichever worker takes the connection.
+    Raises OSError."""
+    with urllib.request.urlopen(f"{host.url}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    samples = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(value) for at, value in samples if all(label in at for label in labels))
