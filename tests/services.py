@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import http.client
 import importlib.util
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -28,15 +31,38 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
+PORTS = range(10_240, 32_768)
+"""Below those that Linux hands out by itself: none of ours is taken before it is used, nor while its server is down."""
+BLOCK = 128
 Ready = Callable[[], bool]
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that nobody has, and that no other test process will be given."""
+    for port in _ports_of_this_process():
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("every port is taken")
+
+
+@functools.cache
+def _ports_of_this_process() -> Iterator[int]:
+    def claimed() -> Iterator[int]:
+        """Block by block, each claimed by a name that goes with this process."""
+        blocks, claims = list(PORTS[::BLOCK]), []
+        random.Random(os.getpid()).shuffle(blocks)
+        for first in blocks:
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0tallygate-test-ports-{first}")
+            except OSError:
+                claim.close()
+            else:
+                claims.append(claim)
+                yield from range(first, first + BLOCK)
+
+    return claimed()
 
 
 def wait_until(true: Ready, timeout_s: float = 30, what: str = "the condition") -> None:
@@ -60,7 +86,7 @@ def wait_for_port(port: int, timeout_s: float = 30) -> None:
 
 def http_ok(url: str) -> bool:
     """Whether a GET answers with a status below 400."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
+    with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=2):
         return True
     return False
 
@@ -103,7 +129,7 @@ class Served:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         user: int | None = None,
-        ready_within_s: float = 60,
+        ready_within_s: float = 120,
         stop_signal: int = signal.SIGTERM,
     ) -> None:
         self.command = [str(part) for part in command]
@@ -175,20 +201,26 @@ class Served:
         return process.returncode
 
     def kill(self) -> None:
-        """SIGKILL to the process and all it started."""
-        for process in self._family():
+        """SIGKILL to the process and all it started; returns when all of them are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._started().send_signal(signal.SIGSTOP)  # so that it starts no more
+        family = self._family()
+        for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._started().wait(30)
+        wait_until(lambda: not any(map(_lives, family)), what=f"the end of {self.command[0]}'s processes")
 
     def freeze(self) -> None:
         """SIGSTOP to the process and all it started."""
         for process in self._family():
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def thaw(self) -> None:
         for process in self._family():
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -223,6 +255,14 @@ class Served:
             return [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it may still hold a port or memory: a zombie holds none."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Postgres:
@@ -400,7 +440,7 @@ class Valkey:
         """Run one command and return its answer, as redis-py gives it."""
         import redis
 
-        with redis.Redis(port=self.port, socket_timeout=5, decode_responses=True) as client:
+        with redis.Redis(port=self.port, socket_timeout=30, decode_responses=True) as client:
             return client.execute_command(*words)
 
     def flush(self) -> None:

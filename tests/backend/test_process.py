@@ -25,6 +25,7 @@ from backend.sampling import SamplingParams
 from backend.sequence import Request
 from tests.backend.families import generated, run, transformers_greedy
 from tests.backend.serving import write_model
+from tests.services import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,12 +38,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_backend_starts_answers_and_stops_on_sigterm(tmp_path: Path) -> None:
@@ -61,9 +56,9 @@ def test_a_backend_starts_answers_and_stops_on_sigterm(tmp_path: Path) -> None:
                 pass
             time.sleep(0.1)
         body = {"model": str(directory), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-        assert httpx.post(url + "/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] <= 3
+        assert httpx.post(url + "/v1/chat/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] <= 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
 
@@ -73,7 +68,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = start("--port", str(taken.getsockname()[1]))
-        _, complaint = process.communicate(timeout=60)
+        _, complaint = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "--port" in complaint
     assert len(complaint.strip().splitlines()) == 1
@@ -81,14 +76,14 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
 
 def test_missing_weights_are_one_clear_line_and_exit_2() -> None:
     process = start("--target", "/no/such/model/here", "--port", str(free_port()))
-    _, complaint = process.communicate(timeout=100)
+    _, complaint = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "neither `demo`, nor a directory, nor a hub id" in complaint.strip().splitlines()[-1]
 
 
 def test_a_malformed_draft_is_one_clear_line_and_exit_2() -> None:
     process = start("--draft", "nonsense")
-    _, complaint = process.communicate(timeout=60)
+    _, complaint = process.communicate(timeout=120)
     assert (process.returncode, "NAME=WEIGHTS" in complaint) == (2, True)
 
 

@@ -66,6 +66,9 @@ class TallyGate(Served):
         self.root = f"http://127.0.0.1:{self.port}"
         price = {"currency": "USD", "input": "0.28", "output": "0.42"}
         names = {"m": "gpt-4", **{f"m@{fault}": f"gpt-4@{fault}" for fault in FAULTS}}
+        names["m@slow-chunks"] = (
+            f"gpt-4@{json.dumps({'name': 'slow-chunks', 'chunk_delay_ms': 60})}"  # to hang up in time
+        )
         names |= {f"broken-for-{client}": "gpt-4@cut" for client in PROGRAMS}
         models = {
             name: {"deployments": [{"to": "legacy", "model": model}], "price": price} for name, model in names.items()
@@ -113,14 +116,14 @@ class TallyGate(Served):
             found[:] = [answer.json()["usage"]] if answer.status_code == 200 else []
             return bool(found)
 
-        wait_until(look, 10, f"the record of {request_id}")
+        wait_until(look, 30, f"the record of {request_id}")
         return found[0]
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory, upstream_process: FakeUpstream) -> Iterator[TallyGate]:
-    upstream_process.reset()
-    with TallyGate(tmp_path_factory.mktemp("clients"), upstream_process) as tallygate:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TallyGate]:
+    """On a provider of its own: what that logged is looked up by tests between which others may run."""
+    with FakeUpstream() as upstream, TallyGate(tmp_path_factory.mktemp("clients"), upstream) as tallygate:
         yield tallygate
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ class FakeUpstream(Served):
         self.port = free_port()
         self._folder = own_folder("upstream")
         self._log = self._folder / "log.jsonl"
-        self._read_from = 0
+        self._read_from, self._reset_at = 0, 0.0
         command: list[str | Path] = [
             sys.executable,
             "-m",
@@ -44,16 +45,16 @@ class FakeUpstream(Served):
         """What `/health` answers until `reset`."""
         self._control({"health": status})
 
-    def _control(self, wanted: dict[str, Any]) -> None:
+    def _control(self, wanted: dict[str, Any]) -> Any:
         body = json.dumps(wanted).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/control", body, method="POST")
-        with urllib.request.urlopen(request, timeout=5):
-            pass
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
 
     def reset(self) -> None:
-        """Forget the log so far and any standing fault."""
-        self.standing_fault(None)
-        self._read_from = self._log.stat().st_size if self._log.exists() else 0
+        """Forget every request that has begun so far, also those that end later, and any standing fault."""
+        self._read_from = self._control({"fault": None})["logged_bytes"]
+        self._reset_at = time.monotonic()
 
     def entries(self) -> list[dict[str, Any]]:
         """One entry per finished request since `reset`, oldest first (see `server.Exchange.entry`)."""
@@ -61,9 +62,11 @@ class FakeUpstream(Served):
             return []
         with self._log.open("rb") as log:
             log.seek(self._read_from)
-            return [json.loads(line) for line in log.read().splitlines(keepends=True) if line.endswith(b"\n")]
+            whole = log.read().split(b"\n")[:-1]  # it may be writing the last one
+        entries = map(json.loads, whole)
+        return [entry for entry in entries if entry["began"] > self._reset_at]
 
-    def entry(self, request_id: str, timeout_s: float = 5) -> dict[str, Any]:
+    def entry(self, request_id: str, timeout_s: float = 30) -> dict[str, Any]:
         """The newest entry whose `x-request-id` was this; waits for it. Raises TimeoutError."""
         found: list[dict[str, Any]] = []
 
@@ -74,7 +77,7 @@ class FakeUpstream(Served):
         wait_until(look, timeout_s, f"the provider's entry for {request_id}")
         return found[-1]
 
-    def wait_for_entries(self, count: int, timeout_s: float = 5) -> list[dict[str, Any]]:
+    def wait_for_entries(self, count: int, timeout_s: float = 30) -> list[dict[str, Any]]:
         """All entries once there are at least so many. Raises TimeoutError."""
         wait_until(lambda: len(self.entries()) >= count, timeout_s, f"{count} entries of the provider")
         return self.entries()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import socket
 import struct
 import time
@@ -30,6 +31,7 @@ class Provider:
 
     def __init__(self, log_path: str | None) -> None:
         self._log = open(log_path, "a", buffering=1) if log_path else None  # noqa: SIM115
+        self.logged_bytes = os.path.getsize(log_path) if log_path else 0
         self.requests = 0
         self.standing: Any = None
         self.standing_times = 0
@@ -62,7 +64,7 @@ class Provider:
 
     def log(self, entry: dict[str, Any]) -> None:
         if self._log is not None:
-            self._log.write(json.dumps(entry) + "\n")
+            self.logged_bytes += self._log.write(json.dumps(entry) + "\n")  # ASCII
 
 
 class Connection(asyncio.Protocol):
@@ -168,7 +170,7 @@ class Exchange:
         path = self._path.removeprefix("/v1")
         if path == "/control":
             self._provider.control(json.loads(self._raw))
-            await self._send_whole(200, b"{}")
+            await self._send_whole(200, json.dumps({"logged_bytes": self._provider.logged_bytes}).encode())
         elif path in ("/health", "/health/live"):
             await self._send_whole(self._provider.health, b'{"status": "ok"}')
         elif path == "/models":
@@ -186,6 +188,7 @@ class Exchange:
         number = self._provider.requests
         self.entry = {
             "number": number,
+            "began": self._started,
             "id": self._headers.get("x-request-id"),
             "path": self._path,
             "headers": self._headers,
