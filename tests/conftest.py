@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,12 @@ import structlog
 from tests.services import Postgres, Valkey, running
 from tests.upstream.process import FakeUpstream
 
-hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,  # a busy machine is no failure
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=not {"SECONDS", "EXAMPLES"} & os.environ.keys(),  # what is new is looked for by `make soak`
+)
 hypothesis.settings.load_profile("house")
 
 structlog.configure(  # as our processes do: structlog's own choice renders every local variable, for seconds
@@ -24,6 +31,15 @@ structlog.configure(  # as our processes do: structlog's own choice renders ever
         structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
     ]
 )
+
+
+@pytest.fixture(autouse=True)
+def hour() -> None:
+    """No test begins in the last half minute of an hour, with which days and months end: what happens at a turn has
+    tests of its own, with clocks of their own."""
+    left_s = 3_600 - time.time() % 3_600
+    if left_s < 30:
+        time.sleep(left_s)
 
 
 @pytest.fixture(scope="session")
