@@ -89,7 +89,7 @@ def test_promise(served: Served, row: Row) -> None:
     served.upstream.received.clear()
     if row.beside:
         threading.Thread(target=served.ask, args=(row, row.body)).start()
-        wait_until(lambda: bool(served.upstream.received), 3, "the request beside")
+        wait_until(lambda: bool(served.upstream.received), 30, "the request beside")
     status, headers, answer = served.ask(row, row.body)
     assert (status, answer) == (row.status, Like(row.answer))
     assert {name: headers.get(name) for name in row.headers} == {

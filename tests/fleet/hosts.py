@@ -58,7 +58,7 @@ class Host(Served):
         self.write_config()
         command = [*within, sys.executable, "-P", "-m", "proxy.cli", "serve", *self.options]
         environ = {"TALLYGATE_ADMIN_TOKEN": "", "TALLYGATE_CONFIG": ""}
-        super().__init__(command, ready=self._complete, env=environ, cwd=folder, ready_within_s=90)
+        super().__init__(command, ready=self._complete, env=environ, cwd=folder, ready_within_s=150)
 
     @property
     def options(self) -> list[str]:
@@ -87,14 +87,14 @@ class Host(Served):
     def readiness(self) -> dict[str, Any]:
         """What /health/ready says; {} when nobody answers."""
         with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-            answer: dict[str, Any] = httpx.get(f"{self.url}/health/ready", timeout=2).json()
+            answer: dict[str, Any] = httpx.get(f"{self.url}/health/ready", timeout=10).json()
             return answer
         return {}
 
     def ready(self) -> bool:
         return http_ok(f"{self.url}/health/ready")
 
-    def roll(self, timeout_s: float = 60) -> None:
+    def roll(self, timeout_s: float = 120) -> None:
         """Replace its workers one by one; returns when the last one is replaced."""
         workers = self.config["server"]["workers"]
         done = f"({workers} of {workers})"
@@ -104,7 +104,8 @@ class Host(Served):
 
     def logs(self) -> str:
         tails = [
-            f"== {path.name}\n{path.read_text()[-2_000:]}" for path in sorted((self.folder / "data/logs").glob("*.log"))
+            f"== {path.name}\n{path.read_text(errors='replace')[-2_000:]}"
+            for path in sorted((self.folder / "data/logs").glob("*.log"))
         ]
         return "\n".join([self.output()[-2_000:], *tails])
 

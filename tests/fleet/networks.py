@@ -41,7 +41,7 @@ def namespace(number: int) -> Iterator[tuple[str, ...]]:
     command that shall run in it."""
     with subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) as holder:
         try:
-            wait_until(lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != os.readlink("/proc/self/ns/net"), 5)
+            wait_until(lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != os.readlink("/proc/self/ns/net"), 30)
             inside = ("nsenter", "--target", str(holder.pid), "--net")
             link = f"host{number}"
             sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
@@ -129,7 +129,7 @@ def main() -> None:
         proofs = []
         for host in made.hosts:
             with contextlib.suppress(TimeoutError):
-                wait_until(lambda: made.verify(host)["unposted"] == 0, 20)  # noqa: B023
+                wait_until(lambda: made.verify(host)["unposted"] == 0, 30)  # noqa: B023
             proofs.append(made.verify(host)["ok"])
         print(f"overspent accounts: {over.strip()}; verify passes: {proofs}")
         wrong += int(over) + proofs.count(False)

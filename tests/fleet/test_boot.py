@@ -45,7 +45,7 @@ def host(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Callable[..., Host]
 
 def refused(host: Host) -> str:
     """What a start says that must end with exit code 2."""
-    ran = subprocess.run(host.command, capture_output=True, text=True, timeout=60, check=False, cwd=host.folder)
+    ran = subprocess.run(host.command, capture_output=True, text=True, timeout=120, check=False, cwd=host.folder)
     assert ran.returncode == 2, ran.stderr
     assert ran.stdout == ""
     return ran.stderr
@@ -62,21 +62,20 @@ def test_without_the_database_a_host_comes_up_says_so_and_heals_itself(
     first.stop()
     server.stop()
     first.start(wait=False)
-    wait_until(lambda: bool(first.readiness()), 60, "the gateway")
-    assert (first.readiness()["status"], first.readiness()["degraded"]) == ("unavailable", ["database"])
+    wait_until(lambda: first.readiness().get("degraded") == ["database"], 60, "the gateway")
     assert "starting without the database" in first.output()
     posters = first.folder / "data/logs/poster.log"
-    wait_until(lambda: "posting waits for the database" in posters.read_text(), 20, "the poster's word")
+    wait_until(lambda: "posting waits for the database" in posters.read_text(), 60, "the poster's word")
     assert ask(first, key) == (503, "ledger_unavailable")
     assert ask(first, "sk-tg-nobody-knows-this-key-yet") == (503, "ledger_unavailable")
     assert httpx.get(f"{first.url}/health/live").status_code == 200
     screens = first.output().count("Ctrl-C stops it")
     server.start()
-    wait_until(lambda: ask(first, key)[0] == 200, 20, f"service\n{first.logs()}")
+    wait_until(lambda: ask(first, key)[0] == 200, 60, f"service\n{first.logs()}")
     assert ask(first, "sk-tg-nobody-knows-this-key-yet") == (401, "invalid_api_key")
-    wait_until(lambda: first.output().count("Ctrl-C stops it") > screens, 20, "the screen")
+    wait_until(lambda: first.output().count("Ctrl-C stops it") > screens, 60, "the screen")
     with first.admin() as admin:
-        wait_until(lambda: len(admin.get("/usage").json()["data"]) == 2, 20, "both requests in SQL")
+        wait_until(lambda: len(admin.get("/usage").json()["data"]) == 2, 60, "both requests in SQL")
 
 
 def test_a_wrong_password_name_or_schema_is_said_and_ends_the_start(
@@ -102,7 +101,7 @@ def test_a_host_with_another_key_secret_is_refused_until_somebody_decides(
     assert "key-secret is missing" in refused(without)
     assert not (without.folder / "data/key-secret").exists()
     migrate = [sys.executable, "-P", "-m", "proxy.cli", "migrate", "--new-key-secret", *other.options]
-    assert subprocess.run(migrate, check=False, timeout=60).returncode == 0
+    assert subprocess.run(migrate, check=False, timeout=120).returncode == 0
     with other:
         assert other.ready()
     assert "server.key_secret is not the secret" in refused(one)
@@ -118,9 +117,9 @@ def test_a_gateway_that_is_killed_while_the_database_is_away_comes_back_and_then
         server.kill()
         (worker,) = first.roles("gateway")
         worker.kill()
-        wait_until(lambda: first.readiness().get("status") == "unavailable", 30, "the new worker")
+        wait_until(lambda: first.readiness().get("status") == "unavailable", 60, "the new worker")
         server.start()
-        wait_until(lambda: ask(first, key)[0] == 200, 20, f"service\n{first.logs()}")
+        wait_until(lambda: ask(first, key)[0] == 200, 60, f"service\n{first.logs()}")
     shutil.rmtree(first.folder)
 
 
@@ -137,7 +136,7 @@ def test_a_replaced_worker_that_dies_while_it_drains_is_recovered_without_a_rest
     with host(ledger_postgres_url, "one") as one:
         key = Fleet([one]).new_key()
         (old,) = one.roles("gateway")
-        body = {**BODY, "stream": True, "max_tokens": 400, "x_fault": {"tokens": 400, "chunk_delay_ms": 100}}
+        body = {**BODY, "stream": True, "max_tokens": 1_500, "x_fault": {"tokens": 1_500, "chunk_delay_ms": 100}}
         headers = {"authorization": f"Bearer {key}"}
         with httpx.stream("POST", f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as stream:
             for _ in zip(range(30), stream.iter_lines(), strict=False):
@@ -145,7 +144,7 @@ def test_a_replaced_worker_that_dies_while_it_drains_is_recovered_without_a_rest
             one.roll()
             assert open_slots() == ["0", "1"]
             old.kill()
-        wait_until(lambda: open_slots() == ["1"], 30, f"the recovery\n{one.logs()}")
+        wait_until(lambda: open_slots() == ["1"], 60, f"the recovery\n{one.logs()}")
         usage = postgres.sql("SELECT estimated, billed_tokens > 0 FROM usage", database)
         assert usage.split() == ["1|t"], usage
         assert Fleet([one]).verify(one)["ok"]

@@ -129,7 +129,7 @@ def test_a_spend_limit_turns_with_its_month_and_spend_is_never_wiped(host: Host,
             found = admin.get("/usage", params={"limit": 1000, "key": fleet.key_id(key)}).json()["data"]
             return [row["period"] for row in found]
 
-        wait_until(lambda: len(months()) == november + december, 20, "every request in SQL")
+        wait_until(lambda: len(months()) == november + december, 60, "every request in SQL")
         by_month = months()
     assert (by_month.count("2026-11"), by_month.count("2026-12")) == (november, december)
     assert fleet.verify(host)["ok"]
@@ -141,6 +141,6 @@ def test_a_minutes_limit_is_neither_stuck_nor_doubled_by_a_clock_that_goes_back(
     assert passed(host, key, 75) >= 60
     clock.jump(-3_600)
     assert passed(host, key, 20) < 20
-    wait_until(lambda: passed(host, key, 1) == 1, 5, "the next second's request")
+    wait_until(lambda: passed(host, key, 1) == 1, 30, "the next second's request")
     after = passed(host, key, 60)
     assert after <= time.monotonic() - began + 1

@@ -29,7 +29,7 @@ async def use_up(fleet: Fleet, key: str, requests: int, **options: Any) -> Tally
     """So many requests from all clients, and then, one by one, what is left of the limit."""
     tally = await load(fleet.ports, [key], CLIENTS, never, requests=requests, **options)
     refused = tally.count(429)
-    await load(fleet.ports, [key], 1, lambda: tally.count(429) > refused, requests=500, tally=tally, **options)
+    await load(fleet.ports, [key], 1, lambda: tally.count(429) > refused, requests=5_000, tally=tally, **options)
     assert set(tally.statuses()) <= EXPECTED, tally.statuses()
     return tally
 

@@ -290,15 +290,16 @@ async def test_more_used_than_held_is_billed_also_when_the_worker_is_stopped_whi
     await house.budget(Scope.of_key(house.key_id), price(100, 200) + price(0, 300))
     await gate.refresh()
     hold = await gate.hold(house.ask())
-    fill = gate.fill
+    fill, filled = gate.fill, asyncio.Event()
 
     async def slow(*arguments: Any) -> None:
         await fill(*arguments)
-        await asyncio.sleep(30)
+        filled.set()
+        await asyncio.sleep(60)
 
     gate.fill = slow  # type: ignore[method-assign]
     task = asyncio.create_task(hold.settle(used(100, 450)))
-    await asyncio.sleep(0.3)
+    await filled.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -180,17 +180,18 @@ async def test_a_clean_close_leaves_nothing_to_recover(either: House) -> None:
 async def test_a_request_cancelled_while_its_key_is_claimed_frees_the_key(house: House) -> None:
     gate = await house.gate()
     await run(gate, house.ask())
-    real = house.db.begin
+    real, claimed = house.db.begin, asyncio.Event()
 
     @asynccontextmanager
     async def slow() -> AsyncIterator[Any]:
         async with real() as c:
             yield c
-        await asyncio.sleep(30)
+        claimed.set()
+        await asyncio.sleep(60)
 
     house.db.begin = slow  # type: ignore[method-assign]
     task = asyncio.create_task(gate.hold(house.ask(idempotency_key="k", body_hash="b")))
-    await asyncio.sleep(0.2)
+    await claimed.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -231,17 +232,18 @@ async def test_a_claim_whose_commit_arrives_late_frees_its_key_without_waiting_f
 async def test_a_request_that_still_waits_for_sql_when_its_worker_closes_strands_nothing(house: House) -> None:
     """Its lease or claim arrives after the end of the epoch was written: the next start must find it."""
     gate = await house.gate()
-    real, go = house.db.begin, asyncio.Event()
+    real, waits, go = house.db.begin, asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
     async def slow() -> AsyncIterator[Any]:
+        waits.set()
         await go.wait()
         async with real() as c:
             yield c
 
     house.db.begin = slow  # type: ignore[method-assign]
     task = asyncio.create_task(gate.hold(house.ask(idempotency_key="k", body_hash="b")))
-    await asyncio.sleep(0.1)
+    await waits.wait()
     house.db.begin = real  # type: ignore[method-assign]
     await gate.close(patience_s=0.1)
     await house.post()

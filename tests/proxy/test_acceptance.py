@@ -164,7 +164,7 @@ async def test_what_answers_tell_of_drafts_becomes_a_state_a_metric_and_an_event
         await db.close()
     line = 'tallygate_acceptance_state{deployment="backend",draft="qwen-0.5b",state="wrong_draft"} 1'
     url = f"http://127.0.0.1:{drafting.port}/metrics"
-    await asyncio.to_thread(wait_until, lambda: line in httpx.get(url).text, 5, "the metric")
+    await asyncio.to_thread(wait_until, lambda: line in httpx.get(url).text, 30, "the metric")
 
 
 async def test_what_only_a_places_metrics_tell_becomes_a_state_and_its_utilisation_is_reported(

@@ -108,13 +108,14 @@ def test_a_request_that_does_not_come_is_not_waited_for(impatient: Gateway, what
         assert b" 200 " not in all_of(connection)
 
 
-def test_a_slow_body_that_does_come_is_waited_for(impatient: Gateway) -> None:
+def test_a_slow_body_that_does_come_is_waited_for(impatient: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PATIENCE_S", 1.0)  # for all six pieces it would be too short
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 20_000}]}
     raw = json.dumps(body).encode()
 
     def slowly() -> Iterator[bytes]:
         for start in range(0, len(raw), 4_000):
-            time.sleep(0.25)
+            time.sleep(0.3)
             yield raw[start : start + 4_000]
 
     with impatient.http() as client:

@@ -78,4 +78,4 @@ def test_a_long_text_that_is_counted_in_a_thread_lets_the_others_run(tokenizer: 
         time.sleep(0.001)
         longest_s, woken = max(longest_s, time.monotonic() - woken), time.monotonic()
     assert counted == [500_000]
-    assert longest_s < (woken - began) / 2
+    assert longest_s < (woken - began) * 0.8

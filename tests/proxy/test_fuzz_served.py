@@ -181,7 +181,7 @@ def ask(gateway: Gateway, path: str, body: bytes, headers: bytes = b"") -> int:
     assert b"internal_error" not in answer
     running = worker.admission.running
     wait_until(
-        lambda: worker.gate._open_holds == 0 and not any(map(running, ("chat", "native", "steady"))), 3, "the end"
+        lambda: worker.gate._open_holds == 0 and not any(map(running, ("chat", "native", "steady"))), 30, "the end"
     )
     return status
 

@@ -56,21 +56,24 @@ async def test_a_hangup_stops_the_generation_within_100_ms(gateway: Gateway, ups
 async def test_a_client_that_leaves_before_a_plain_answer_stops_it_and_pays_nothing(
     gateway: Gateway, upstream: FakeUpstream
 ) -> None:
+    hung_up = []
     async with Lag() as lag:
-        async with httpx.AsyncClient(timeout=0.3) as http:
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post(
-                    f"{gateway.base_url}/chat/completions",
-                    json={"model": "m@hang", "messages": MESSAGES},
-                    headers={"authorization": f"Bearer {gateway.key}"},
-                )
-        hung_up = time.time()
-        (entry,) = await asyncio.to_thread(upstream.wait_for_entries, 1)
-    assert entry["outcome"] in ("client_gone", "hang")
-    assert_in_time([entry["ended"] - hung_up], lag.seconds)
+        for number in range(1, 4):
+            async with httpx.AsyncClient(timeout=1) as http:
+                with pytest.raises(httpx.ReadTimeout):
+                    await http.post(
+                        f"{gateway.base_url}/chat/completions",
+                        json={"model": "m@hang", "messages": MESSAGES},
+                        headers={"authorization": f"Bearer {gateway.key}"},
+                    )
+            hung_up.append(time.time())
+            entries = await asyncio.to_thread(upstream.wait_for_entries, number)
+    assert {entry["outcome"] for entry in entries} <= {"client_gone", "hang"}
+    assert_in_time([entry["ended"] - at for entry, at in zip(entries, hung_up, strict=True)], lag.seconds)
     worker = gateway.app.state.worker
-    await asyncio.to_thread(wait_until, lambda: worker.gate._open_holds == 0, 5)
-    assert await asyncio.to_thread(gateway.rows, entry["id"]) == []
+    await asyncio.to_thread(wait_until, lambda: worker.gate._open_holds == 0, 30)
+    for entry in entries:
+        assert await asyncio.to_thread(gateway.rows, entry["id"]) == []
 
 
 def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpstream, tmp_path: Any) -> None:
@@ -133,7 +136,7 @@ async def test_a_route_may_read_on_to_learn_what_was_really_used(upstream: FakeU
         entry = await asyncio.to_thread(upstream.entry, request_id)
         row = await asyncio.to_thread(gateway.row, request_id)
         assert entry["outcome"] == "client_gone"
-        assert 0.2 < entry["ended"] - hung_up < 2
+        assert 0.2 < entry["ended"] - hung_up < 10
         assert delivered <= row["generated_tokens"] <= entry["produced_tokens"]
     finally:
         await asyncio.to_thread(gateway.stop)

@@ -30,7 +30,7 @@ def again(gateway: Gateway, key: str, **fields: Any) -> httpx.Response:
         answers.append(post(gateway, key, **fields))
         return answers[-1].status_code != 409
 
-    wait_until(answered, 5, "the kept answer")
+    wait_until(answered, 30, "the kept answer")
     return answers[-1]
 
 

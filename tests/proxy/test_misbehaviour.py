@@ -103,7 +103,7 @@ def ask(gateway: Gateway, fault: str, **fields: Any) -> httpx.Response:
 
 def check_row(gateway: Gateway, answer: httpx.Response, expected: Expected) -> dict[str, Any] | None:
     worker = gateway.app.state.worker
-    wait_until(lambda: worker.gate._open_holds == worker.admission.running("legacy") == 0, 2, "the end of every hold")
+    wait_until(lambda: worker.gate._open_holds == worker.admission.running("legacy") == 0, 30, "the end of every hold")
     request_id = answer.headers["x-request-id"]
     if expected.row is None:
         return None

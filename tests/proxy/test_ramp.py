@@ -172,11 +172,11 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
     ramping = Ramping(ramped)
     ramping.look()
     route = ramped.app.state.worker.routes["m"]
-    wait_until(lambda: route.weights() == (1, 1), 6, "the first step everywhere")
+    wait_until(lambda: route.weights() == (1, 1), 30, "the first step everywhere")
     ramping.use(40)
     time.sleep(0.5)
     ramping.look()
-    wait_until(lambda: route.weights() == (1, 9), 6, "the second step everywhere")
+    wait_until(lambda: route.weights() == (1, 9), 30, "the second step everywhere")
     upstream.standing_fault("500")
     for _ in range(10):
         with pytest.raises(openai.InternalServerError):
@@ -187,9 +187,9 @@ def test_a_ramp_climbs_on_real_requests_and_falls_back_when_they_fail(ramped: Ga
     async def failures(c: Any) -> int:
         return (await failures_of(c, "m")).get("new", 0)
 
-    wait_until(lambda: ramped.ledger(failures) >= 3, 6, "the failures in the ledger")
+    wait_until(lambda: ramped.ledger(failures) >= 3, 30, "the failures in the ledger")
     ramping.look()
-    wait_until(lambda: route.weights() == (1, 0), 6, "the way back everywhere")
+    wait_until(lambda: route.weights() == (1, 0), 30, "the way back everywhere")
     steps = ramping.steps()
     assert [actor for actor, _, _ in steps] == ["ramp"] * 3
     assert "begins" in steps[0][2]

@@ -99,17 +99,17 @@ def routed(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
         return {"deployments": [{"to": place, "model": name}], "fallback": list(fallback), "price": PRICE}
 
     config = configuration(
-        {"dead": dead, "first": upstream.base_url, "second": upstream.base_url},
+        {"dead": dead, "late": upstream.base_url, "first": upstream.base_url, "second": upstream.base_url},
         refused=model("dead", "gpt-4", "second"),
         error=model("first", "gpt-4@500", "second"),
         busy=model("first", "gpt-4@429-retry-after", "second"),
         wrong=model("first", "gpt-4@400", "second"),
-        slow=model("first", "gpt-4@hang", "second"),
+        slow=model("late", "gpt-4@hang", "second"),
         alone=model("first", "gpt-4@500"),
         breaks=model("first", "gpt-4@cut"),
-        slow_alone=model("first", "gpt-4@hang"),
+        slow_alone=model("late", "gpt-4@hang"),
     )
-    config["upstreams"]["first"] |= {"first_byte_timeout_s": 0.3, "read_timeout_s": 0.3}
+    config["upstreams"]["late"] |= {"first_byte_timeout_s": 0.3, "read_timeout_s": 0.3}
     with Gateway(tmp_path, config) as gateway:
         yield gateway
 
@@ -204,8 +204,8 @@ async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_
     tmp_path: Path, upstream: FakeUpstream
 ) -> None:
     config = configuration({"legacy": upstream.base_url}, m={})
-    config["upstreams"]["legacy"] |= {"max_concurrency": 1, "read_timeout_s": 0.6}
-    upstream.standing_fault({"headers_delay_ms": 200})
+    config["upstreams"]["legacy"] |= {"max_concurrency": 1, "read_timeout_s": 2}
+    upstream.standing_fault({"headers_delay_ms": 300})
     gateway = await asyncio.to_thread(Gateway, tmp_path, config)
     await asyncio.to_thread(gateway.__enter__)
     caller = Upstream("caller", gateway.base_url, gateway.key, Patience())
@@ -217,7 +217,7 @@ async def test_waiting_for_a_place_longer_than_an_answer_may_take_is_no_failure_
         return answer.status
 
     try:
-        assert set(await asyncio.gather(*(ask() for _ in range(6)))) == {200}
+        assert set(await asyncio.gather(*(ask() for _ in range(8)))) == {200}
     finally:
         caller.close()
         await asyncio.to_thread(gateway.stop)

@@ -39,9 +39,9 @@ def test_a_client_that_never_reads_the_end_of_its_stream_keeps_no_place_and_no_c
         worker = gateway.app.state.worker
         gateway._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)  # of the connections that it accepts
         with ask_and_never_read(gateway, {"model": "large", "messages": HELLO}):
-            wait_until(lambda: bool(gateway.rows()), 10, "the settlement")
-            wait_until(lambda: worker.admission.running("legacy") == 0, 5, "the place to come free")
+            wait_until(lambda: bool(gateway.rows()), 30, "the settlement")
+            wait_until(lambda: worker.admission.running("legacy") == 0, 30, "the place to come free")
             assert worker.gate._open_holds == 0
-            wait_until(lambda: not gateway._server.server_state.connections, 5, "the connection to be closed")
+            wait_until(lambda: not gateway._server.server_state.connections, 30, "the connection to be closed")
         assert gateway.client().chat.completions.create(model="m", messages=HELLO).choices
         assert gateway.rows()[0]["generated_tokens"] == 400

@@ -46,4 +46,4 @@ def test_a_writer_that_waits_for_another_keeps_no_change_from_being_seen(
             time.sleep(4.5)  # the failure is to be written by now
             seen_s = time.monotonic() - worker._refreshed_at
             other.execute("ROLLBACK")
-        assert seen_s < 2
+        assert seen_s < 3.5
