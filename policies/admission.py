@@ -7,6 +7,7 @@ tenant's burst delays another by at most one round.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,11 +95,11 @@ class Slot:
     def release(self) -> None:
         if self._held:
             self._held = False
-            self._lane.leave(asyncio.get_running_loop().time() - self._since)
+            self._lane.leave(time.monotonic() - self._since)
 
     def _hold(self) -> None:
         self._held = True
-        self._since = asyncio.get_running_loop().time()
+        self._since = time.monotonic()
 
     async def __aenter__(self) -> Slot:
         await self.acquire()

@@ -44,26 +44,25 @@ class Response:
         "_chunks",
         "_connection",
         "_discarding",
-        "_header_bytes",
         "_lost",
         "_waiter",
         "complete",
         "headers",
         "keep_alive",
-        "parser",
         "status",
+        "touched",
     )
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
+        self.touched = False
+        """Whether one byte of it has come."""
         self.complete = False
         self.keep_alive = False
-        self.parser = httptools.HttpResponseParser(self)
         self._connection = connection
         self._waiter: asyncio.Future[None] | None = None
         self._lost: ConnectionLost | None = None
-        self._header_bytes = 0
         self._discarding = False
         self._chunks: list[bytes] = []
         self._buffered = 0
@@ -99,17 +98,21 @@ class Response:
         """All that matters was read: let the rest arrive unread, so that the connection can be kept."""
         if not self.complete and not self._discarding:
             self._discarding = True
-            asyncio.get_running_loop().call_later(seconds, self.close)
-
-    @property
-    def touched(self) -> bool:
-        """Whether one byte of an answer has come."""
-        return bool(self.status or self._header_bytes)
+            self._connection.loop.call_later(seconds, self.close)
 
     @property
     def bounded(self) -> bool:
         """Whether the end of the body can be told from a broken connection."""
         return b"content-length" in self.headers or b"transfer-encoding" in self.headers or self.status in (204, 304)
+
+    def put(self, body: bytes) -> None:
+        """A piece of the body has come."""
+        if self._discarding:
+            return
+        self._chunks.append(body)
+        self._buffered += len(body)
+        if self._buffered > HIGH_WATER_BYTES:
+            self._connection.pause()
 
     def lose(self, message: str) -> None:
         """The connection is gone; only a body without a length ends well by that."""
@@ -122,53 +125,39 @@ class Response:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._connection.loop.create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
-    # httptools calls these
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise ConnectionLost("too many header bytes")
-        if not self.status:
-            self.headers[name.lower()] = value
-
-    def on_headers_complete(self) -> None:
-        status = self.parser.get_status_code()
-        if status < 200:  # 100 Continue, 103 Early Hints: the answer proper follows
-            self.headers = {}
-        else:
-            self.status = status
-
-    def on_body(self, body: bytes) -> None:
-        if self.complete:
-            raise ConnectionLost("bytes after the end of the answer")
-        if self._discarding:
-            return
-        self._chunks.append(body)
-        self._buffered += len(body)
-        if self._buffered > HIGH_WATER_BYTES:
-            self._connection.pause()
-
-    def on_message_complete(self) -> None:
-        if self.status:
-            self.complete = True
-            self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it when it returns
-
 
 class Connection(asyncio.Protocol):
-    """A socket to an origin: carrying one answer, idle, or closed."""
+    """A socket to an origin: carrying one answer, idle, or closed.
 
-    __slots__ = ("_origin", "_paused", "_transport", "closed", "idle_since", "response")
+    Its parser reads one answer after the other: one for each would refer to its answer and its answer to it, and only
+    the garbage collector could free them.
+    """
 
-    def __init__(self, origin: Origin) -> None:
+    __slots__ = (
+        "_header_bytes",
+        "_origin",
+        "_parser",
+        "_paused",
+        "_transport",
+        "closed",
+        "idle_since",
+        "loop",
+        "response",
+    )
+
+    def __init__(self, origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._origin = origin
+        self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._header_bytes = 0
         self.response: Response | None = None
         self.idle_since = 0.0
         self.closed = False
@@ -177,6 +166,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         assert self.response is None
         self.response = Response(self)
+        self._header_bytes = 0
         if len(body) < HIGH_WATER_BYTES:
             self._transport.write(head + body)
         else:
@@ -209,8 +199,9 @@ class Connection(asyncio.Protocol):
         if response is None:
             self.abort()  # an idle connection has nothing to say
             return
+        response.touched = True
         try:
-            response.parser.feed_data(data)
+            self._parser.feed_data(data)
         except (httptools.HttpParserError, ConnectionLost) as error:
             response.lose(f"not an HTTP/1.1 answer: {error.__context__ or error}")
             self.abort()
@@ -228,6 +219,40 @@ class Connection(asyncio.Protocol):
         if response.status and not response.bounded and error is None:
             response.complete = True
         response.lose(str(error) if error else "the connection was closed before the answer was complete")
+
+    # httptools calls these, within `data_received`: there is an answer
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        response = self._reading()
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ConnectionLost("too many header bytes")
+        if not response.status:  # else it is a trailer
+            response.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        response, status = self._reading(), self._parser.get_status_code()
+        if status < 200:  # 100 Continue, 103 Early Hints: the answer proper follows
+            response.headers = {}
+        else:
+            response.status = status
+
+    def on_body(self, body: bytes) -> None:
+        self._reading().put(body)
+
+    def on_message_complete(self) -> None:
+        response = self._reading()
+        if response.status:
+            response.complete = True
+            response.keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns
+
+    def _reading(self) -> Response:
+        """The answer that is being read. Raises ConnectionLost when it has ended already."""
+        response = self.response
+        assert response is not None
+        if response.complete:
+            raise ConnectionLost("bytes after the end of the answer")
+        return response
 
     def _finish(self, response: Response) -> None:
         self.response = None
@@ -286,7 +311,7 @@ class Origin:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self),
+                    lambda: Connection(self, loop),
                     self.host,
                     self.port,
                     ssl=self._tls,

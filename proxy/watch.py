@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, receive: Receive, total_s: float) -> None:
         self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task: asyncio.Task[Any] = task
         self._receive = receive
@@ -77,6 +77,7 @@ class Watch:
         self._timer.cancel()
         if self._listener is not None:
             self._listener.cancel()
+            self._listener = None  # it remembers who cancelled it, and so us: nothing but the collector would free both
 
     def _tick(self) -> None:
         if self._closed:
