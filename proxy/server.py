@@ -1,4 +1,5 @@
-"""uvicorn's server with two ways to end: at once but for a short grace (SIGTERM), or when all is answered (SIGUSR1).
+"""uvicorn's server with two ways to end: soon, with `server.drain_s` for what runs (SIGTERM), or when all is answered
+(SIGUSR1).
 
 The second is for a worker that another has replaced: it takes no new connections, answers what runs and what still
 comes on the connections that it has, says `connection: close` with each answer, and is gone when the last is closed.
@@ -18,18 +19,17 @@ from typing import cast
 import uvicorn
 
 from proxy.http_server import GatewayProtocol
-from proxy.supervisor import DRAIN_S, DRAIN_SIGNAL
-
-GRACE_S = 5
-"""How long running requests may go on after SIGTERM before they are cut and settled."""
-GONE_AFTER_S = 9.5
+from proxy.supervisor import DRAIN_S, DRAIN_SIGNAL, STOPPING_S
 
 
 class GatewayServer(uvicorn.Server):
-    """`run` it. on_listening: called once connections are accepted."""
+    """`run` it. on_listening: called once connections are accepted. drain_s: how long running requests may go on after
+    SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None], drain_s: int) -> None:
         super().__init__(config)
+        config.timeout_graceful_shutdown = drain_s
+        self._gone_after_s = drain_s + STOPPING_S
         self._on_listening = on_listening
         self._draining = False
         self._hurried = False
@@ -52,7 +52,7 @@ class GatewayServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A SIGTERM is also a promise to be gone soon, however stuck something is: the journal makes that safe."""
         self._hurried = True
-        timer = threading.Timer(GONE_AFTER_S, os._exit, (1,))
+        timer = threading.Timer(self._gone_after_s, os._exit, (1,))
         timer.daemon = True
         timer.start()
         super().handle_exit(sig, frame)

@@ -43,6 +43,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     port: Port = 8000
     workers: AtLeastOne = 1
     max_body_mb: AtLeastOne = 32
+    drain_s: Annotated[int, msgspec.Meta(ge=1, le=3_600)] = 5
+    """How long running requests may go on after SIGTERM, before they are cut and settled for what they delivered."""
     key_secret: str | None = None
     """The secret under which API keys are hashed; None: generated once in `data/key-secret`."""
     trusted_proxies: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ request is lost by it: a worker is only asked to end when another one serves in 
 answered everything; what is settled while there is no poster waits in the journals.
 
 Stop order: gateways first (they drain their requests while the backend still answers), then the poster (it empties the
-journal), then the backend. Everything is gone within STOP_WITHIN_S.
+journal), then the backend. Everything is gone STOPPING_S after `server.drain_s`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from proxy.probe import get_json
 from proxy.processes import Child, Role, describe_exit, resolve
 from proxy.settings import Settings, SettingsError
 
-STOP_WITHIN_S = 9.5
+STOPPING_S = 4.5
+"""How long a stop may take beside the drain: settling what was cut, leases, journals."""
+AFTER_GATEWAYS_S = 2.5
+"""How much of that is kept for the poster and the backend."""
 NOTICE_WITHIN_S = 5.0
 """How long gateways may take to notice that the backend is there."""
 REPLACEMENT_WITHIN_S = 60.0
@@ -41,9 +44,6 @@ DRAIN_S = 900.0
 deployment, with pauses between the pieces of a stream)."""
 POSTER_GRACE_S = 30.0
 """How long a poster that is to be restarted may empty the journals."""
-_GATEWAY_SHARE_S = 7.0
-_POSTER_SHARE_S = 1.8
-_BACKEND_SHARE_S = 0.7
 
 Say = Callable[[str], None]
 
@@ -58,7 +58,7 @@ class Plan:
     listener: socket.socket
     backend_port: int | None
     """None: no local backend."""
-    read_again: Callable[[], object] = lambda: None
+    read_again: Callable[[], Settings]
     """Reads the configuration as it is now. Raises SettingsError."""
 
     @property
@@ -151,6 +151,7 @@ class Supervisor:
         self.plan = plan
         self.stop_requested = asyncio.Event()
         self._say = say
+        self._drain_s = plan.settings.server.drain_s
         self._crashes: Counter[str] = Counter()
         self._gateways = dict(enumerate(self._child(role) for role in plan.gateways()))
         """By slot."""
@@ -191,7 +192,7 @@ class Supervisor:
         if not self.stop_requested.is_set():
             self.stop_requested.set()
             return
-        for child in self.children:
+        for child in (*self.children, *self._leaving.values()):
             child.kill()
 
     async def start(self, prepare: Callable[[], Awaitable[None]], progress: Say) -> bool:
@@ -223,7 +224,7 @@ class Supervisor:
                 for waiting in (ready, stopped, *ended):
                     waiting.cancel()
         except BaseException:
-            await self.stop(grace_s=2.0)
+            await self.stop(drain=False)
             raise
 
     async def _ends(self, child: Child) -> None:
@@ -281,10 +282,11 @@ class Supervisor:
         """Replace the gateway workers one by one, then the poster. Stops at the first that cannot be replaced; the old
         ones go on."""
         try:
-            self.plan.read_again()
+            drain_s = self.plan.read_again().server.drain_s
         except SettingsError as error:
             self._say("the workers are not replaced: the configuration is wrong\n" + "\n".join(error.lines))
             return
+        self._drain_s = max(self._drain_s, drain_s)
         olds = list(self._gateways.items())
         for done, (slot, old) in enumerate(olds, 1):
             new_slot = self._free_slot()
@@ -333,24 +335,27 @@ class Supervisor:
         await old.end_by(DRAIN_SIGNAL, DRAIN_S + 10.0)
         del self._leaving[slot]
 
-    async def stop(self, grace_s: float = STOP_WITHIN_S) -> None:
-        """Drain and stop everything within `grace_s`."""
-        deadline = time.monotonic() + grace_s
-        share = grace_s / STOP_WITHIN_S
+    @property
+    def stop_within_s(self) -> float:
+        return self._drain_s + STOPPING_S
 
-        def left(seconds: float, kept_for_later: float = 0.0) -> float:
-            return max(0.1, min(seconds * share, deadline - time.monotonic() - kept_for_later * share))
+    async def stop(self, *, drain: bool = True) -> None:
+        """Drain, if there is anything to, and stop everything."""
+        drain_s = self._drain_s if drain else 0
+        deadline = time.monotonic() + drain_s + STOPPING_S
+
+        def left(kept_for_later: float = 0.0) -> float:
+            return max(0.1, deadline - time.monotonic() - kept_for_later)
 
         for child in self.children:
             child.leave_ended()
         for watcher in self._watchers:
             watcher.cancel()
-        later = _POSTER_SHARE_S + _BACKEND_SHARE_S
         gateways = [*self._gateways.values(), *self._leaving.values()]
-        await asyncio.gather(*(gateway.stop(left(_GATEWAY_SHARE_S, later)) for gateway in gateways))
+        await asyncio.gather(*(gateway.stop(left(AFTER_GATEWAYS_S)) for gateway in gateways))
         await asyncio.gather(
-            self._poster.stop(left(STOP_WITHIN_S)),
-            *([] if self._backend is None else [self._backend.stop(left(STOP_WITHIN_S))]),
+            self._poster.stop(left()),
+            *([] if self._backend is None else [self._backend.stop(left())]),
         )
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await self._metrics.close()

@@ -72,7 +72,7 @@ def _serve_app(settings: Settings, slot: int, fd: int, ready_fd: int | None) -> 
     from proxy.http_server import GatewayProtocol
     from proxy.logs import configure_logging
     from proxy.preflight import StartRefused
-    from proxy.server import GRACE_S, GatewayServer
+    from proxy.server import GatewayServer
 
     configure_logging()
     app = build_app(settings, slot=slot, replaces=ready_fd is not None)
@@ -86,7 +86,6 @@ def _serve_app(settings: Settings, slot: int, fd: int, ready_fd: int | None) -> 
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_S,
     )
 
     def listening() -> None:
@@ -95,7 +94,7 @@ def _serve_app(settings: Settings, slot: int, fd: int, ready_fd: int | None) -> 
             os.write(ready_fd, b"1")
             os.close(ready_fd)
 
-    server = GatewayServer(config, listening)
+    server = GatewayServer(config, listening, settings.server.drain_s)
     server.listen_for_signals()
     try:
         server.run(sockets=[socket.socket(fileno=fd)])

@@ -43,7 +43,7 @@ def serve(
     raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments), read_again)))
 
 
-async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Callable[[], object]) -> int:
+async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Callable[[], Settings]) -> int:
     from proxy import preflight
 
     began = time.monotonic()
@@ -81,7 +81,7 @@ async def _supervise(plan: Plan, began: float) -> int:
             await _show_screen(plan, ledger, began)
             await supervisor.stop_requested.wait()
     finally:
-        say("stopping: finishing what runs, at most 10 s (again to stop at once)")
+        say(f"stopping: finishing what runs, at most {supervisor.stop_within_s:.0f} s (again to stop at once)")
         await supervisor.stop()
         say("stopped")
     return 0

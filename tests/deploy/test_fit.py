@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from proxy import server
-from proxy.supervisor import STOP_WITHIN_S
+from proxy.supervisor import STOPPING_S
 from tests.deploy.material import (
     DOCKER,
     GATEWAYS,
@@ -207,12 +206,15 @@ def test_the_public_side_of_the_balancer_hides_administration() -> None:
 
 
 def test_everything_gets_the_time_it_needs_to_stop() -> None:
-    for name in [*GATEWAYS, "backend"]:
-        assert seconds(compose()["services"][name]["stop_grace_period"]) > STOP_WITHIN_S
+    draining = documents(DOCKER / "tallygate.yaml")[0]["server"]["drain_s"] + STOPPING_S
+    for name in GATEWAYS:
+        assert seconds(compose()["services"][name]["stop_grace_period"]) > draining
+        assert "backend" in compose()["services"][name]["depends_on"], "else it stops with them, under their streams"
     pod = dict(pods())["gateway"]
     gateway = pod["containers"][0]
     pause = int(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > pause + server.GONE_AFTER_S + 10
+    draining = documents(DOCKER / "kubernetes" / "tallygate.yaml")[0]["server"]["drain_s"] + STOPPING_S
+    assert pod["terminationGracePeriodSeconds"] > pause + draining + 10, "the poster stops after it"
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/health/ready"
     assert gateway["livenessProbe"]["httpGet"]["path"] == "/health/live", (
         "a database that is away is no reason to restart"

@@ -80,7 +80,7 @@ def test_an_unknown_key_names_its_line_and_the_allowed_ones(tmp_path: Path) -> N
     lines = refused(tmp_path, "server:\n  host: 127.0.0.1\n  prt: 8000\n")
     assert lines == [
         "config.yaml:3: server.prt: unknown key; did you mean `port`? "
-        "allowed here: host, port, workers, max_body_mb, key_secret, trusted_proxies"
+        "allowed here: host, port, workers, max_body_mb, drain_s, key_secret, trusted_proxies"
     ]
 
 
