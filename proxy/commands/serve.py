@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -48,6 +49,7 @@ async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Cal
 
     began = time.monotonic()
     preflight.check_directories(settings)
+    preflight.check_room(settings)
     with preflight.claim_data_directory(settings):
         preflight.check_backend_installed(settings)
         listener = preflight.listen(settings.server.host, settings.server.port)
@@ -81,7 +83,7 @@ async def _supervise(plan: Plan, began: float) -> int:
             await _show_screen(plan, ledger, began)
             await supervisor.stop_requested.wait()
     finally:
-        say(f"stopping: finishing what runs, at most {supervisor.stop_within_s:.0f} s (again to stop at once)")
+        say(f"stopping: finishing what runs, at most {math.ceil(supervisor.stop_within_s)} s (again to stop at once)")
         await supervisor.stop()
         say("stopped")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -203,9 +204,25 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path, text: str) -> Non
 
 
 def test_a_secret_or_configuration_without_end_is_refused(tmp_path: Path) -> None:
-    assert "larger than 4 MiB: not a secret" in refused(tmp_path, "admin_token: file:/dev/zero")[0]
+    (tmp_path / "endless").write_bytes(b"a" * (4 * 2**20 + 1))
+    assert "larger than 4 MiB: not a secret" in refused(tmp_path, "admin_token: file:endless")[0]
     with pytest.raises(SettingsError, match="larger than 4 MiB: not a configuration file"):
-        load_settings(Path("/dev/zero"), tmp_path)
+        load_settings(tmp_path / "endless", tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A FIFO that nobody writes to would be waited for without end."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("fifo")
+    for name, why in (("fifo", "no regular file"), ("link", "no regular file"), ("folder", "a directory")):
+        with pytest.raises(SettingsError, match=rf"{name}: cannot be read: it is {why}"):
+            load_settings(tmp_path / name, tmp_path)
+        assert f"cannot read {tmp_path / name}: it is {why}" in refused(tmp_path, f"admin_token: file:{name}")[0]
+    for device in ("/dev/zero", "/dev/null", "/dev/tty"):
+        with pytest.raises(SettingsError, match=rf"{device}: cannot be read"):
+            load_settings(Path(device), tmp_path)
 
 
 def test_merged_defaults_may_be_overridden(tmp_path: Path) -> None:
