@@ -22,6 +22,7 @@ from ledger.database import Database
 from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
 from ledger.hold import Hold
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
+from ledger.journal.closing import Override
 from ledger.journal.opening import close_epochs
 from ledger.journal.segments import SEGMENT_BYTES
 from ledger.leases import RETRY_AFTER_MS, Fenced, Leases
@@ -30,7 +31,7 @@ from ledger.plan_cache import PlanCache
 from ledger.plans import Part, Plan
 from ledger.prices import PriceBook
 from ledger.records import EpochClosed, Intent, Void
-from ledger.recovery import begin_epoch, recover
+from ledger.recovery import begin_epoch, look_behind, recover
 from ledger.requests import Ask, Outcome, Receipt, Spender, Tokens
 from ledger.schema import epochs, slots
 from ledger.sealing import BillingMonths
@@ -101,8 +102,8 @@ class Gate:
         lock = await asyncio.to_thread(SlotLock.acquire, slot_dir)
         try:
             await asyncio.to_thread(_require_room, files or Files(), slot_dir, segment_bytes)
-            if accept_damage is None:
-                await asyncio.to_thread(_require_whole, files or Files(), slot_dir, clock())
+            given_up = await asyncio.to_thread(_end_older, files or Files(), slot_dir, clock(), accept_damage)
+            behind = await look_behind(db, slot_id, slot_dir)
             epoch, journal_uuid = await begin_epoch(db, slot_id, slot_dir, clock())
         except BaseException:
             lock.release()
@@ -114,12 +115,12 @@ class Gate:
             journal_uuid=journal_uuid,
             lock=lock,
             segment_bytes=segment_bytes,
-            accept_damage=accept_damage,
             files=files,
             clock=clock,
         )
+        journal.overrides += given_up
         try:
-            lost = await recover(db, journal, slot_id, slot_dir, clock())
+            lost = await recover(db, journal, slot_id, behind, clock())
             async with db.read() as c:
                 seen = await latest_seq(c)
                 book = await PriceBook.load(c, clock())
@@ -430,10 +431,10 @@ def _require_room(files: Files, slot_dir: Path, segment_bytes: int) -> None:
         )
 
 
-def _require_whole(files: Files, slot_dir: Path, at_ms: int) -> None:
+def _end_older(files: Files, slot_dir: Path, at_ms: int, accept_damage: str | None) -> list[Override]:
     """Before SQL issues an epoch: each try on a damaged journal would leave one more there. Raises JournalDamaged,
     LedgerUnavailable."""
     try:
-        close_epochs(files, slot_dir, at_ms)
+        return close_epochs(files, slot_dir, at_ms, accept_damage=accept_damage)[1]
     except OSError as error:
         raise LedgerUnavailable(f"the journal in {slot_dir} cannot be opened: {error}") from error

@@ -11,6 +11,7 @@ import msgspec
 
 from ledger.billing import Bill, bill, crash_usage, split, tokens_by_meter, waive_all
 from ledger.entries import AccountInfo
+from ledger.errors import JournalDamaged
 from ledger.journal import INTENT, PROGRESS, SETTLE, VOID, EpochInfo, JournalReader
 from ledger.journal.format import EPOCH_CLOSED
 from ledger.money import Currency
@@ -39,8 +40,8 @@ class Findings(msgspec.Struct):
     """Epochs that need an EPOCH_CLOSED."""
 
 
-def read_epochs(infos: Sequence[tuple[EpochInfo, int]]) -> Findings:
-    """Reads the epochs, oldest first; with each comes SQL's cursor in it. Raises JournalDamaged."""
+def read_epochs(slot_id: str, infos: Sequence[tuple[EpochInfo, int]]) -> Findings:
+    """Reads the epochs of a slot, oldest first; with each comes SQL's cursor in it. Raises JournalDamaged."""
     found = Findings({}, {}, [])
     for info, cursor in infos:
         reader = JournalReader(info.path)
@@ -53,6 +54,11 @@ def read_epochs(infos: Sequence[tuple[EpochInfo, int]]) -> Findings:
                     closed_itself = frame.record == EpochClosed(info.epoch)
             if not closed_itself:
                 found.left_open.append(info.epoch)
+        except JournalDamaged as damage:
+            raise JournalDamaged(
+                f"{damage}. Restore the file from a copy; if there is none, give up what is not posted of this epoch: "
+                f"`tallygate journal declare-lost {slot_id} {info.epoch}`"
+            ) from damage
         finally:
             reader.close()
     return found

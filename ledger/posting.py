@@ -26,7 +26,7 @@ from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, host_id, list_epochs, list_slots
 from ledger.months import late_for_teams
 from ledger.partitions import ensure_partitions
-from ledger.posting_sql import account_infos, close_epoch, is_outage, is_refusal, suspend, write_entries
+from ledger.posting_sql import account_infos, close_epoch, cover_again, is_outage, is_refusal, suspend, write_entries
 from ledger.records import EpochClosed, Settle, decode
 from ledger.schema import batches, epochs, idempotency_claims
 from ledger.topups import expire_grants
@@ -183,16 +183,13 @@ class Poster:
         return len(frames)
 
     async def _post(self, epoch: _Epoch, frames: list[Frame]) -> None:
-        """One batch; when SQL refuses it, its halves, down to the record that is refused."""
-        try:
-            await self._apply(epoch, frames)
+        """One batch; when SQL refuses it, once more with what its leases lack; then its halves, down to the record that
+        is refused."""
+        if await self._refused(epoch, frames) is None:
             return
-        except RefusedRecord as refused:
-            reason = str(refused)
-        except Exception as error:
-            if not is_refusal(error):
-                raise
-            reason = f"{type(error).__name__}: {error}"
+        reason = await self._refused(epoch, frames, cover=True)
+        if reason is None:
+            return
         if len(frames) > 1:
             middle = len(frames) // 2
             await self._post(epoch, frames[:middle])
@@ -200,7 +197,19 @@ class Poster:
         else:
             await self._suspend(epoch, frames[0], reason)
 
-    async def _apply(self, epoch: _Epoch, frames: list[Frame]) -> None:
+    async def _refused(self, epoch: _Epoch, frames: list[Frame], *, cover: bool = False) -> str | None:
+        """Why SQL refuses the frames; None: they are posted."""
+        try:
+            await self._apply(epoch, frames, cover)
+        except RefusedRecord as refused:
+            return str(refused)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    async def _apply(self, epoch: _Epoch, frames: list[Frame], cover: bool) -> None:
         now_ms = self._clock()
         records = [(f, decode(f.payload)) for f in frames if f.type not in (INTENT, PROGRESS)]
         settled = [record for _, record in records if isinstance(record, Settle)]
@@ -213,6 +222,8 @@ class Poster:
             entries = Entries(epoch.slot_id, epoch.info.epoch, batch_id, self._accounts, late)
             for frame, record in records:
                 entries.add(frame.seq, frame.payload, record)
+            if cover:
+                await cover_again(c, entries)
             await write_entries(c, entries, now_ms)
         epoch.cursor = frames[-1].seq
 

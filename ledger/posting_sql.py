@@ -9,6 +9,7 @@ from typing import Any
 
 import asyncpg
 import msgspec
+import structlog
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
@@ -19,6 +20,8 @@ from ledger.entries import ROLLUP_KEYS, ROLLUP_SUMS, USAGE_COLUMNS, AccountInfo,
 from ledger.journal.format import SETTLE, Frame
 from ledger.records import Settle, decode
 from ledger.schema import accounts, epochs, idempotency_claims, leases, seals, suspense, usage
+
+log = structlog.get_logger(__name__)
 
 TRANSFER_COLUMNS = (
     "id",
@@ -118,6 +121,37 @@ async def suspend(c: AsyncConnection, slot_id: str, epoch: int, frame: Frame, re
                 raise
     await _put_in_suspense(c, slot_id, epoch, frame.seq, request_id, reason[:500], frame.payload, now_ms)
     return False
+
+
+async def cover_again(c: AsyncConnection, entries: Entries) -> None:
+    """Take leases again that the database has forgotten, for what the entries charge to them, as far as the accounts
+    still have it. Of epochs that are open: what was declared lost is given up."""
+    e, lease = epochs.c, leases.c
+    for (epoch, account_id), amount in sorted(entries.debits.items(), key=lambda debit: (debit[0][1], debit[0][0])):
+        mine = (lease.slot_id == entries.slot_id, lease.epoch == epoch, lease.account_id == account_id)
+        await c.execute(select(accounts.c.id).where(accounts.c.id == account_id).with_for_update())
+        outstanding = select(lease.taken_pico - lease.returned_pico - lease.posted_pico).where(*mine)
+        missing = amount - int((await c.execute(outstanding)).scalar_one_or_none() or 0)
+        state = select(e.state).where(e.slot_id == entries.slot_id, e.epoch == epoch)
+        if missing > 0 and (await c.execute(state)).scalar_one_or_none() == "open":
+            await lease_again(c, entries.slot_id, epoch, account_id, missing)
+
+
+async def lease_again(c: AsyncConnection, slot_id: str, epoch: int, account_id: str, missing_pico: int) -> int:
+    """Returns how much of it the account still had."""
+    a, lease = accounts.c, leases.c
+    free = select(a.credits_pico - a.debits_pico - a.leased_pico).where(a.id == account_id).with_for_update()
+    amount = max(0, min(missing_pico, int((await c.execute(free)).scalar_one_or_none() or 0)))
+    log.error("the database is older than the journal", account=account_id, missing=missing_pico, leased_again=amount)
+    if not amount:
+        return 0
+    await c.execute(update(accounts).where(a.id == account_id).values(leased_pico=a.leased_pico + amount))
+    mine = (lease.slot_id == slot_id, lease.epoch == epoch, lease.account_id == account_id)
+    done = await c.execute(update(leases).where(*mine).values(taken_pico=lease.taken_pico + amount))
+    if not done.rowcount:
+        row = {"slot_id": slot_id, "epoch": epoch, "account_id": account_id, "taken_pico": amount}
+        await c.execute(insert(leases).values(row))
+    return amount
 
 
 async def close_epoch(c: AsyncConnection, slot_id: str, epoch: int) -> None:

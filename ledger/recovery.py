@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import structlog
@@ -24,6 +25,7 @@ from ledger.journal import EpochInfo, JournalReader, JournalWriter, list_epochs
 from ledger.lost_journals import open_leases
 from ledger.money import Currency, format_amount
 from ledger.orphans import Findings, Lease, read_epochs, settle_orphan, void_orphan
+from ledger.posting_sql import lease_again
 from ledger.prices import PinnedPrice, pinned
 from ledger.records import EpochClosed
 from ledger.schema import accounts, epochs, leases, slots, teams
@@ -60,36 +62,64 @@ def _epoch(slot_id: str, epoch: int, journal_uuid: str, now_ms: int) -> dict[str
     return {**values, "cursor_seq": 0, "chain_hash": "", "state": "open"}
 
 
-async def recover(db: Database, journal: JournalWriter, slot_id: str, slot_dir: Path, now_ms: int) -> dict[str, str]:
+class Behind(NamedTuple):
+    """What the older epochs of a slot left behind, as SQL and their journals had it at one moment. It stays true while
+    a poster goes on: what it posts leaves the leases and what is unposted alike."""
+
+    found: Findings
+    left: dict[Lease, int]
+    """What each lease still covers once all that is journalled is posted. Less than nothing: the database was restored
+    from before it was taken."""
+    missing: frozenset[int]
+    """Epochs that are open in SQL and have no journal here that is usable."""
+    short: dict[str, str]
+    """Those whose journal ends before what SQL knows of it: "slot:epoch" → in words."""
+
+
+async def look_behind(db: Database, slot_id: str, slot_dir: Path) -> Behind:
+    """Reads the slot's older epochs, which are ended on disk. Call it with the slot's lock held, before SQL issues
+    another epoch: each try on what does not read would leave one more there. Raises JournalDamaged."""
+    outstanding = leases.c.taken_pico - leases.c.returned_pico - leases.c.posted_pico
+    query = select(leases.c.epoch, leases.c.account_id, outstanding.label("pico")).where(leases.c.slot_id == slot_id)
+    async with db.snapshot() as c:
+        known = {row.epoch: row for row in await c.execute(select(epochs).where(epochs.c.slot_id == slot_id))}
+        still_open = {epoch for epoch, row in known.items() if row.state == "open"}
+        held = await c.execute(query.where(leases.c.epoch.in_(still_open)))
+        left = {(row.epoch, row.account_id): int(row.pico) for row in held}
+    here: list[tuple[EpochInfo, int]] = []
+    short: dict[str, str] = {}
+    for info in list_epochs(slot_dir):
+        row = known.get(info.epoch)
+        if row is not None and (row.state != "open" or row.journal_uuid != info.journal_uuid):
+            continue
+        cursor = 0 if row is None else row.cursor_seq  # SQL does not know it yet: the database is an older one
+        end = await asyncio.to_thread(_end, info)
+        if end < cursor:
+            words = f"the journal of epoch {info.epoch} of slot {slot_id} ends at {end}, SQL has {cursor}"
+            short[f"{slot_id}:{info.epoch}"] = words
+            continue
+        here.append((info, cursor))
+    found = await asyncio.to_thread(read_epochs, slot_id, here)
+    for lease, charged in found.unposted.items():
+        left[lease] = left.get(lease, 0) - charged
+    return Behind(found, left, frozenset(still_open - {info.epoch for info, _ in here}), short)
+
+
+async def recover(db: Database, journal: JournalWriter, slot_id: str, behind: Behind, now_ms: int) -> dict[str, str]:
     """Settles or voids every orphan of the slot's older epochs and closes those, durably, in the new journal.
 
     Returns what could not be recovered, "slot:epoch" → in words: epochs whose journal is not here, or ends before what
     SQL knows of it.
     """
-    query = select(epochs).where(epochs.c.slot_id == slot_id, epochs.c.epoch < journal.epoch, epochs.c.state == "open")
-    async with db.read() as c:
-        open_epochs = {row.epoch: row for row in await c.execute(query.order_by(epochs.c.epoch))}
-    here: list[tuple[EpochInfo, int]] = []
-    short: dict[str, str] = {}
-    for info in list_epochs(slot_dir):
-        row = open_epochs.get(info.epoch)
-        if row is None or row.journal_uuid != info.journal_uuid:
-            continue
-        end = await asyncio.to_thread(_end, info)
-        if end < row.cursor_seq:
-            words = f"the journal of epoch {info.epoch} of slot {slot_id} ends at {end}, SQL has {row.cursor_seq}"
-            short[f"{slot_id}:{info.epoch}"] = words
-            continue
-        here.append((info, row.cursor_seq))
-    found = await asyncio.to_thread(read_epochs, here)
+    found = behind.found
     async with db.begin() as c:
-        lost = await _missing(c, slot_id, open_epochs.keys() - {info.epoch for info, _ in here})
-        left = await _left_on_leases(c, slot_id, found)
+        lost = await _missing(c, slot_id, behind.missing)
+        left = await _covered_again(c, slot_id, behind.left)
         await _finish(c, journal, found, left, now_ms)
     for epoch in found.left_open:
         journal.append(EpochClosed(epoch))
     await journal.flush()
-    lost |= short
+    lost |= behind.short
     for words in lost.values():
         log.error("leases stay locked", reason=words)
     return lost
@@ -131,43 +161,18 @@ async def _finish(
         log.warning("orphans ended", slot=journal.path.parent.name, requests=len(found.orphans))
 
 
-async def _left_on_leases(c: AsyncConnection, slot_id: str, found: Findings) -> dict[Lease, int]:
-    """What each lease still covers once all that is journalled is posted.
-
-    Less than nothing happens only when the database was restored from before the leases were taken: they are then taken
-    again, as far as the accounts still have it. What they have not goes to suspense when it is posted.
-    """
-    outstanding = leases.c.taken_pico - leases.c.returned_pico - leases.c.posted_pico
-    query = select(leases.c.epoch, leases.c.account_id, outstanding.label("outstanding")).where(
-        leases.c.slot_id == slot_id, leases.c.epoch.in_({*found.left_open, *(e for e, _ in found.unposted)})
-    )
-    left = {(row.epoch, row.account_id): int(row.outstanding) for row in await c.execute(query)}
-    for lease, charged in sorted(found.unposted.items()):
-        left[lease] = left.get(lease, 0) - charged
-        if left[lease] < 0:
-            left[lease] += await _lease_again(c, slot_id, lease, -left[lease])
-    return {lease: max(0, amount) for lease, amount in left.items()}
-
-
-async def _lease_again(c: AsyncConnection, slot_id: str, lease: Lease, missing: int) -> int:
-    epoch, account_id = lease
-    a = accounts.c
-    row = (
-        await c.execute(
-            select(a.credits_pico, a.debits_pico, a.leased_pico).where(a.id == account_id).with_for_update()
-        )
-    ).one_or_none()
-    amount = 0 if row is None else max(0, min(missing, int(row.credits_pico - row.debits_pico - row.leased_pico)))
-    log.error("the database is older than the journal", account=account_id, missing=missing, leased_again=amount)
-    if not amount:
-        return 0
-    await c.execute(update(accounts).where(a.id == account_id).values(leased_pico=a.leased_pico + amount))
-    mine = and_(leases.c.slot_id == slot_id, leases.c.epoch == epoch, leases.c.account_id == account_id)
-    done = await c.execute(update(leases).where(mine).values(taken_pico=leases.c.taken_pico + amount))
-    if not done.rowcount:
-        row_values = {"slot_id": slot_id, "epoch": epoch, "account_id": account_id, "taken_pico": amount}
-        await c.execute(insert(leases).values(row_values))
-    return amount
+async def _covered_again(c: AsyncConnection, slot_id: str, left: dict[Lease, int]) -> dict[Lease, int]:
+    """What each lease still covers. Those that are short are taken again, as far as the accounts still have it; what
+    they have not goes to suspense when it is posted. An epoch that a poster has closed meanwhile needs nothing."""
+    short = {epoch for (epoch, _), amount in left.items() if amount < 0}
+    mine = (epochs.c.slot_id == slot_id, epochs.c.epoch.in_(short), epochs.c.state == "open")
+    still_open = set((await c.execute(select(epochs.c.epoch).where(*mine).with_for_update())).scalars())
+    covered = {}
+    for (epoch, account_id), amount in sorted(left.items(), key=lambda item: (item[0][1], item[0][0])):
+        if amount < 0 and epoch in still_open:
+            amount += await lease_again(c, slot_id, epoch, account_id, -amount)
+        covered[epoch, account_id] = max(0, amount)
+    return covered
 
 
 async def _missing(c: AsyncConnection, slot_id: str, numbers: Iterable[int]) -> dict[str, str]:

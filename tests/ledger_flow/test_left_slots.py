@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
+from ledger.audit import By
 from ledger.errors import JournalDamaged
+from ledger.journal import Files, list_epochs
+from ledger.journal.opening import close_epochs
 from ledger.left_slots import LeftSlots
+from ledger.lost_journals import declare_lost
 from ledger.schema import epochs
-from tests.ledger_flow.material import House, crash, run, used
+from tests.ledger_flow.material import House, crash, now_ms, run, used
 from tests.ledger_flow.test_holds import proven
 
 
@@ -79,3 +83,25 @@ async def test_a_damaged_slot_gains_no_epochs_however_often_it_is_tried(house: H
             await house.gate()
     async with house.db.read() as c:
         assert (await c.execute(select(func.count()).select_from(epochs))).scalar_one() == 1
+
+
+async def test_damage_in_an_epoch_that_was_ended_before_leaves_no_epochs_behind_either(either: House) -> None:
+    """The start before this one ended the epoch and died; what lies on disk has rotted since then."""
+    gate = await either.gate()
+    slot_id = gate.leases.slot_id
+    await run(gate, either.ask())
+    crash(either, gate)
+    close_epochs(Files(), either.journal_dir / "0", now_ms())
+    damage(gate.journal.path)
+    for accepted in (None, None, None, None, "no copy exists"):
+        with pytest.raises(JournalDamaged, match=f"declare-lost {slot_id} 1"):
+            await either.gate(accept_damage=accepted)
+        assert await LeftSlots(either.db, either.journal_dir).recover() == []
+    assert [info.epoch for info in list_epochs(either.journal_dir / "0")] == [1]
+    assert await open_epochs(either) == [(0, 1)]
+    async with either.db.begin() as c:
+        await declare_lost(c, By("ops", now_ms() + 60_000, "no copy exists"), slot_id, 1)
+    await run(await either.gate(), either.ask())
+    await either.gates.pop().close()
+    await either.post()
+    assert (len(await either.rows()), await either.leased()) == (1, 0)

@@ -117,6 +117,41 @@ async def test_an_orphan_that_delivered_nothing_is_voided_and_its_money_returns(
     await proven(either)
 
 
+def posted_before_each(house: House, number: int) -> None:
+    """A poster is at work: all that is durable is posted just before the `number`th and later write transactions."""
+    real, begun = house.db.begin, 0
+
+    @asynccontextmanager
+    async def begin() -> AsyncIterator[Any]:
+        nonlocal begun
+        begun += 1
+        if begun >= number:
+            house.db.begin = real  # type: ignore[method-assign]
+            await house.post()
+            house.db.begin = begin  # type: ignore[method-assign]
+        async with real() as c:
+            yield c
+
+    house.db.begin = begin  # type: ignore[method-assign]
+
+
+async def test_what_is_posted_while_a_start_recovers_is_not_taken_off_the_orphans_money(either: House) -> None:
+    """The lease holds just enough for both requests."""
+    await either.budget(Scope.of_key(either.key_id), price(100, 1_000) + price(100, 300))
+    gate = await either.gate()
+    await run(gate, either.ask(prompt=100, output=1_000))
+    hold = await gate.hold(either.ask(prompt=100, output=300, streamed=True))
+    hold.progress(100, 300)
+    await gate.journal.flush()
+    crash(either, gate)
+    posted_before_each(either, 2)
+    await either.gate()
+    await either.post()
+    first, second = await either.rows()
+    assert (first.billed_tokens, second.billed_tokens, second.loss_pico) == (1_100, 400, 0)
+    await proven(either)
+
+
 async def test_settled_before_the_crash_is_posted_once_and_never_again(either: House) -> None:
     gate = await either.gate()
     for _ in range(3):
@@ -405,6 +440,37 @@ async def test_a_database_older_than_the_journal_gets_what_the_journal_knows(hou
     await house.post()
     assert len(await house.rows()) == 5
     assert (await house.account()).debits_pico == 5 * price(100, 200)
+    await proven(house)
+
+
+async def test_a_poster_brings_a_restored_database_up_to_date_before_any_gateway_starts(house: House) -> None:
+    """And beside one that does: leases that were taken since the backup are taken again by whoever comes first."""
+    gate = await house.gate()
+    await run(gate, house.ask())
+    path = house.db.engine.url.database
+    assert path is not None
+    await house.db.close()
+    shutil.copy(path, path + ".backup")
+    big = 4_000_000
+    for _ in range(3):
+        await run(gate, house.ask(prompt=0, output=big))
+    await gate.close()
+    gate = await house.gate()
+    await run(gate, house.ask(prompt=0, output=big))
+    await gate.close()
+    await house.post()
+    house.gates.clear()
+    await house.db.close()
+    for end in ("-wal", "-shm"):
+        (house.journal_dir.parent / f"tallygate.db{end}").unlink(missing_ok=True)
+    shutil.copy(path + ".backup", path)
+    await house.post()
+    assert len(await house.rows()) == 4
+    posted_before_each(house, 2)
+    await house.gate()
+    await house.post()
+    assert len(await house.rows()) == 5
+    assert (await house.account()).debits_pico == price(100, 200) + 4 * price(0, big)
     await proven(house)
 
 
