@@ -25,7 +25,7 @@ from ledger.months import is_closed
 from ledger.paging import Page, page
 from ledger.periods import zone
 from ledger.schema import audit as audit_table
-from ledger.schema import counters, invoices, rollups
+from ledger.schema import counters, invoices, rollups, transfers
 from ledger.statements import Statement
 from ledger.teams import get_team
 from ledger.topups import book
@@ -151,12 +151,15 @@ async def store(c: AsyncConnection, invoice: Invoice, exact_pico: int, document:
 async def mark(c: AsyncConnection, invoice_id: str, state: str, by: By) -> Invoice:
     """finalized → paid | void. Raises Conflict for any other step; the same step again changes nothing.
 
-    Paid: what was due goes back to the credit line, less what credit notes took off. Void: what it asked for is asked
+    Paid: what was due goes back to the credit line, less what credit notes took off; so does, when it is asked for
+    again, the payment of an invoice that was paid in a version that did not book it. Void: what it asked for is asked
     for by the next invoice of that month, or a later one.
     """
     await audit.lock(c)
     before = await get(c, invoice_id)
     if before.state == state:
+        if state == "paid" and await refill_credit(c, by, before):
+            await _record(c, by, before, before)
         return before
     if before.kind != "invoice" or before.state != "finalized" or state not in ("paid", "void"):
         what = before.state if before.kind == "invoice" else "a credit note"
@@ -167,23 +170,31 @@ async def mark(c: AsyncConnection, invoice_id: str, state: str, by: By) -> Invoi
         await refill_credit(c, by, before)
     await c.execute(update(invoices).where(invoices.c.id == invoice_id).values(state=state, settled_ms=by.at_ms))
     after = msgspec.structs.replace(before, state=state)
-    await audit.record(
-        c, by, f"invoice.{state}", "invoice", invoice_id, team_id=before.team_id, before=before, after=after
-    )
+    await _record(c, by, before, after)
     return after
 
 
-async def refill_credit(c: AsyncConnection, by: By, invoice: Invoice) -> None:
-    """Books the payment of what is due."""
+async def _record(c: AsyncConnection, by: By, before: Invoice, after: Invoice) -> None:
+    subject = (f"invoice.{after.state}", "invoice", after.id)
+    await audit.record(c, by, *subject, team_id=after.team_id, before=before, after=after)
+
+
+async def refill_credit(c: AsyncConnection, by: By, invoice: Invoice) -> bool:
+    """Books the payment of what is due. False: there is nothing to book, or it is booked already."""
+    booked = select(transfers.c.id).where(transfers.c.id == payment_id(invoice.id))
+    if (await c.execute(booked)).first() is not None:
+        return False
     taken_off = select(func.coalesce(func.sum(invoices.c.due_pico), 0)).where(
         invoices.c.kind == "credit_note", invoices.c.refers_to == invoice.id
     )
     amount = invoice.due_pico - int((await c.execute(taken_off)).scalar_one())
-    if amount > 0:
-        team, account_id = await get_team(c, invoice.team_id), credit_line_id(invoice.team_id)
-        await credit(c, account_id, amount)
-        booking = ("payment", payment_id(invoice.id), "clearing:manual", account_id)
-        await book(c, by, team, *booking, amount, invoice.number)
+    if amount <= 0:
+        return False
+    team, account_id = await get_team(c, invoice.team_id), credit_line_id(invoice.team_id)
+    await credit(c, account_id, amount)
+    booking = ("payment", payment_id(invoice.id), "clearing:manual", account_id)
+    await book(c, by, team, *booking, amount, invoice.number)
+    return True
 
 
 def payment_id(invoice_id: str) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ledger.accounts import balance
+from ledger.accounts import balance, get_account
 from ledger.audit import By, latest_seq, verify_chain
 from ledger.database import Database
+from ledger.invoices import mark
 from ledger.keys import find_by_hash
 from ledger.migrations import REVISIONS, migrate_database, require_current
 from ledger.money import FxRate
@@ -151,3 +153,12 @@ async def test_what_was_drawn_on_credit_before_the_upgrade_is_asked_for_by_the_i
         query = text("SELECT due_pico FROM invoices ORDER BY id")
         assert [int(due) for due in (await c.execute(query)).scalars()] == [10 * CENT, 0, 3 * CENT]
         assert await not_invoiced(c, "acme", "2026-04") == sum(months.values()) * CENT // 10 - 13 * CENT
+        drawn = sum(months.values()) * CENT // 10
+        assert await free_on_credit(c) == 100 * CENT - drawn
+        for _ in range(2):  # what was paid then refilled nothing; asked for again, it does, once
+            assert (await mark(c, "2026-01", "paid", By("ada", NOW_MS))).due_pico == 10 * CENT
+            assert await free_on_credit(c) == 110 * CENT - drawn
+
+
+async def free_on_credit(c: AsyncConnection) -> int:
+    return (await get_account(c, "credit:acme")).free_pico

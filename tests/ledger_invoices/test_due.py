@@ -7,11 +7,12 @@ import io
 import json
 
 import pytest
+from msgspec.structs import asdict
 from sqlalchemy import select, update
 
 from ledger import invoices
 from ledger.accounts import balance
-from ledger.audit import By
+from ledger.audit import By, record
 from ledger.credit_notes import credit_invoice
 from ledger.documents import format_named
 from ledger.errors import Conflict, Invalid
@@ -142,6 +143,29 @@ async def test_a_paid_invoice_refills_the_credit_line_once(house: House) -> None
         ("payment", 3 * CENT, invoice.number)
     ]
     assert month.closing_pico == -(6 * UNIT - 3 * CENT)
+    await proven(house)
+
+
+async def test_an_invoice_that_was_paid_before_the_upgrade_refills_the_credit_line_when_it_is_paid_again(
+    house: House,
+) -> None:
+    """The version that marked it as paid booked nothing, and its act knows of nothing that was due."""
+    await without_balance(house)
+    await limit(house, "0.05")
+    await spend(house, 3)
+    invoice = await closed(house)
+    act = {name: value for name, value in asdict(invoice).items() if name != "due_pico"} | {"state": "paid"}
+    async with house.db.begin() as c:
+        await c.execute(update(table).where(table.c.id == invoice.id).values(state="paid"))
+        await record(c, by(), "invoice.paid", "invoice", invoice.id, team_id=house.team_id, after=act)
+    assert await used_and_free(house) == (3 * UNIT, 5 * CENT)
+    await proven(house)
+    for _ in range(2):
+        assert (await mark(house, invoice, "paid")).state == "paid"
+        assert await used_and_free(house) == (3 * UNIT - 3 * CENT, 5 * CENT)
+    month = await draft(house)
+    assert foots(month)
+    assert [(line.kind, line.amount_pico) for line in month.movements] == [("payment", 3 * CENT)]
     await proven(house)
 
 
