@@ -227,6 +227,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ADMIN_TOKEN_VARIABLE = "TALLYGATE_ADMIN_TOKEN"
+SECRETS_FOR_OTHERS = ("admin_token", "upstreams.*.api_key", "webhooks[[]*].secret")
+"""What only those need whom requests reach, or who ask upstreams and webhooks."""
 
 
 def load_settings(
@@ -234,11 +236,14 @@ def load_settings(
     data_dir: Path | str = ".",
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    asks_others: bool = True,
 ) -> Settings:
     """Read, type-check and cross-check a configuration.
 
     path: a YAML file, or None for the bundled pair. data_dir: the base of relative paths.
     overrides: values from the command line by dotted path, such as {"server.port": 9000}; None values are skipped.
+    asks_others: False where only the ledger is worked on; secrets for upstreams and webhooks need not be there then.
     Raises SettingsError.
     """
     environ = os.environ if environ is None else environ
@@ -248,6 +253,7 @@ def load_settings(
         source = compose("the built-in configuration", DEFAULT_CONFIG, base, environ, optional)
     else:
         source = read(Path(path), base, environ, optional)
+    source.unneeded_secrets = () if asks_others else SECRETS_FOR_OTHERS
     _override(source, {key: value for key, value in (overrides or {}).items() if value is not None})
     settings = decode(source, Settings, source.root)
     source.raise_if_any()

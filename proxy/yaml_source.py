@@ -13,6 +13,7 @@ import stat
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -56,6 +57,8 @@ class Source:
     environ: Mapping[str, str]
     optional_secrets: frozenset[str] = frozenset()
     """Paths whose `env:` variable may be unset: the value is then None."""
+    unneeded_secrets: tuple[str, ...] = ()
+    """Patterns of paths whose `env:` or `file:` need not be there: the value is then None."""
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -67,6 +70,9 @@ class Source:
         while path and path not in self.lines:
             path = _parent(path)
         return self.lines.get(path)
+
+    def needs(self, path: str) -> bool:
+        return not any(fnmatchcase(path, pattern) for pattern in self.unneeded_secrets)
 
     def raise_if_any(self) -> None:
         if self.problems:
@@ -272,7 +278,7 @@ def _resolve(source: Source, value: str, path: str) -> Any:
         name = value[4:]
         if source.environ.get(name):
             return source.environ[name]
-        if path in source.optional_secrets:
+        if path in source.optional_secrets or not source.needs(path):
             return None
         source.complain(path, f"the environment variable {name} is not set; set it or write the value here")
         return _MISSING
@@ -285,6 +291,8 @@ def _resolve(source: Source, value: str, path: str) -> Any:
             source.complain(path, f"{os.fspath(target)} is larger than {MAX_BYTES // 2**20} MiB: not a secret")
             return _MISSING
         except (OSError, UnicodeDecodeError) as error:
+            if not source.needs(path):
+                return None
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             source.complain(path, f"cannot read {os.fspath(target)}: {reason}")
             return _MISSING
@@ -300,7 +308,7 @@ def _leaf(source: Source, kind: Any, node: yaml.Node | None, path: str) -> Any:
     value = _scalar(source, node, path)
     if value is _MISSING:
         return _PLACEHOLDERS.get(base)
-    if value is None and path in source.optional_secrets:
+    if value is None and (path in source.optional_secrets or not source.needs(path)):
         return None
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

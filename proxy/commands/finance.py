@@ -27,9 +27,10 @@ from proxy.commands.options import (
     print_record,
     print_table,
     progress,
+    require_ledger,
     run,
     say,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def export(
     from proxy.admin import invoices
 
     query = _checked(invoices.ExportQuery, {"team": team, "month": month, "format": format})
-    document = act(settings_of(config, data_dir), invoices.export, query=query)
+    document = act(settings_in_use(config, data_dir, json_), invoices.export, query=query)
     if output is not None and str(output) == "-":
         sys.stdout.buffer.write(document.content)
         return
@@ -91,7 +92,7 @@ def list_(
     from proxy.admin import invoices
 
     query = invoices.InvoiceFilter(team=team, limit=limit, cursor=cursor)
-    found = act(settings_of(config, data_dir), invoices.list_, query=query)
+    found = act(settings_in_use(config, data_dir, json_), invoices.list_, query=query)
     print_listing(found, INVOICE_COLUMNS, json_, "none yet: tallygate invoice finalize --team TEAM --month YYYY-MM")
 
 
@@ -107,7 +108,10 @@ def finalize(
     """Number and freeze a month that is over; it is closed first if it is not. Again: the same invoice."""
     from proxy.admin import invoices
 
-    body, settings = _checked(invoices.NewInvoice, {"team_id": team, "month": month}), settings_of(config, data_dir)
+    body, settings = (
+        _checked(invoices.NewInvoice, {"team_id": team, "month": month}),
+        settings_in_use(config, data_dir, json_),
+    )
     prepared = run(_close_and_read(settings, body, reason))
     print_record(act(settings, invoices.create, body=body, reason=reason, writes=True, prepared=prepared), json_)
 
@@ -130,7 +134,7 @@ def pay(
     """Mark a finalized invoice as paid."""
     from proxy.admin import invoices
 
-    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    path, settings = {"invoice": invoice}, settings_in_use(config, data_dir, json_)
     print_record(act(settings, invoices.pay, reason=reason, writes=True, path=path), json_)
 
 
@@ -145,7 +149,7 @@ def void(
     """Void a finalized invoice; its number stays used."""
     from proxy.admin import invoices
 
-    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    path, settings = {"invoice": invoice}, settings_in_use(config, data_dir, json_)
     print_record(act(settings, invoices.void, reason=reason, writes=True, path=path), json_)
 
 
@@ -163,7 +167,7 @@ def credit(
     from proxy.admin import invoices
 
     body = _checked(invoices.NewCreditNote, {"amount": amount, "reference": reference, "reason": reason})
-    path, settings = {"invoice": invoice}, settings_of(config, data_dir)
+    path, settings = {"invoice": invoice}, settings_in_use(config, data_dir, json_)
     note = act(settings, invoices.credit, reason=reason, writes=True, path=path, body=body)
     print_record(note, json_)
 
@@ -183,7 +187,7 @@ def verify(
 
     `--repair` proposes corrections, `--approve` posts one of them. Nothing that was posted is ever rewritten.
     """
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     if approve is not None:
         _approve(settings, approve, reason, json_)
     elif repair:
@@ -251,18 +255,10 @@ async def _verify(settings: Settings, month: str | None) -> Report:
         return await verify(db, settings.storage.journal_path, month, progress=step)
 
 
-def _require_file(database_url: str) -> None:
-    from sqlalchemy import make_url
-
-    url = make_url(database_url)
-    if url.drivername.startswith("sqlite") and url.database and not Path(url.database).exists():
-        raise Fail(f"there is no ledger at {url.database}: is this the --config and --data-dir it was made with?", 2)
-
-
 @asynccontextmanager
 async def _ledger_as_it_is(settings: Settings) -> AsyncIterator[Database]:
-    """Never a new one: that would prove that all is well where the ledger is gone, or the directory a wrong one."""
-    _require_file(settings.storage.database)
+    """As `ledger_of`, for statements that take their time."""
+    require_ledger(settings)
     from ledger.database import Database
     from ledger.migrations import require_current
 

@@ -17,7 +17,7 @@ from proxy.commands.options import (
     print_json,
     print_table,
     run,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ReasonNeeded = Annotated[str, typer.Option(help="Why; kept in the audit chain.")
 @journal.command("list", epilog="Example: tallygate journal list")
 def list_(config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: JsonOption = False) -> None:
     """Epochs that are not closed, with what their leases still lock."""
-    found = run(_open_epochs(settings_of(config, data_dir)))
+    found = run(_open_epochs(settings_in_use(config, data_dir, json_)))
     if json_:
         print_json({"data": found})
         return
@@ -62,7 +62,7 @@ def declare_lost(
     json_: JsonOption = False,
 ) -> None:
     """Give up an epoch's journal: its leases return, what it had not posted is lost to the bill."""
-    freed = run(_declare_lost(settings_of(config, data_dir), slot, epoch, reason))
+    freed = run(_declare_lost(settings_in_use(config, data_dir, json_), slot, epoch, reason))
     if json_:
         names = ("account", "currency", "amount")
         print_json({"freed": [dict(zip(names, row, strict=True)) for row in freed]})
@@ -89,7 +89,7 @@ def accept_damage(
 ) -> None:
     """Go on without frames that were durable and do not read; what they settled is lost to the bill. Stop `serve`
     first."""
-    overrides = run(_accept_damage(settings_of(config, data_dir), slot, reason))
+    overrides = run(_accept_damage(settings_in_use(config, data_dir, json_), slot, reason))
     if json_:
         print_json({"data": overrides})
         return

@@ -17,7 +17,7 @@ from proxy.commands.options import (
     act,
     print_listing,
     print_record,
-    settings_of,
+    settings_in_use,
 )
 
 key = typer.Typer(no_args_is_help=True, help="API keys.")
@@ -52,7 +52,9 @@ def create(
         allowed_ips=tuple(allow_ip) if allow_ip else None,
         end_user_required=end_user_required,
     )
-    made = act(settings_of(config, data_dir), keys.create, body=body, reason=reason, writes=True, hashes=True)
+    made = act(
+        settings_in_use(config, data_dir, json_), keys.create, body=body, reason=reason, writes=True, hashes=True
+    )
     print_record(made, json_)
 
 
@@ -69,7 +71,7 @@ def list_(
     from proxy.admin import keys
 
     query = keys.KeyFilter(team=team, limit=limit, cursor=cursor)
-    found = act(settings_of(config, data_dir), keys.list_, query=query)
+    found = act(settings_in_use(config, data_dir, json_), keys.list_, query=query)
     print_listing(found, COLUMNS, json_, "no keys yet: tallygate key create --team TEAM")
 
 
@@ -85,7 +87,7 @@ def rotate(
     """Give a key a new secret and print it, this once."""
     from proxy.admin import keys
 
-    body, settings = keys.Rotation(overlap_s=overlap), settings_of(config, data_dir)
+    body, settings = keys.Rotation(overlap_s=overlap), settings_in_use(config, data_dir, json_)
     made = act(settings, keys.rotate, body=body, reason=reason, writes=True, hashes=True, path={"key": key})
     print_record(made, json_)
 
@@ -101,7 +103,7 @@ def block(
     """Block a key; every gateway refuses it within a second."""
     from proxy.admin import keys
 
-    body, settings = keys.KeyPatch(state="blocked"), settings_of(config, data_dir)
+    body, settings = keys.KeyPatch(state="blocked"), settings_in_use(config, data_dir, json_)
     print_record(act(settings, keys.patch, body=body, reason=reason, writes=True, path={"key": key}), json_)
 
 
@@ -116,7 +118,7 @@ def unblock(
     """Let a blocked key work again."""
     from proxy.admin import keys
 
-    body, settings = keys.KeyPatch(state="active"), settings_of(config, data_dir)
+    body, settings = keys.KeyPatch(state="active"), settings_in_use(config, data_dir, json_)
     print_record(act(settings, keys.patch, body=body, reason=reason, writes=True, path={"key": key}), json_)
 
 
@@ -131,4 +133,6 @@ def delete(
     """Delete a key for good; its usage stays."""
     from proxy.admin import keys
 
-    print_record(act(settings_of(config, data_dir), keys.delete, reason=reason, writes=True, path={"key": key}), json_)
+    print_record(
+        act(settings_in_use(config, data_dir, json_), keys.delete, reason=reason, writes=True, path={"key": key}), json_
+    )

@@ -24,7 +24,7 @@ from proxy.commands.options import (
     progress,
     run,
     say,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def close(
 
     if leave_out and not reason:
         raise Fail("say with --reason why a slot is left out; it is kept in the audit chain", 2)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     found = run(close_months(settings, month, team, leave_out or [], wait, reason))
     answers = [MonthAnswer.of(item) for item in found]
     if json_:
@@ -98,5 +98,5 @@ def list_(
     from proxy.admin.endpoints import Paging
 
     query = Paging(limit=limit, cursor=cursor)
-    found = act(settings_of(config, data_dir), months.list_, query=query)
+    found = act(settings_in_use(config, data_dir, json_), months.list_, query=query)
     print_listing(found, COLUMNS, json_, "none yet: tallygate month close --month YYYY-MM")

@@ -48,27 +48,60 @@ def settings_of(config: Path | None, data_dir: Path, overrides: Mapping[str, Any
     return load_settings(config, data_dir, overrides)
 
 
+def settings_in_use(config: Path | None, data_dir: Path, json_: bool) -> Settings:
+    """What commands on a ledger work with: the named configuration, or else the one that `serve` runs with there.
+
+    Raises SettingsError; Fail when the file is gone that `serve` ran with.
+    """
+    from proxy.commands.recorded import recorded_config
+    from proxy.settings import load_settings
+
+    if config is None:
+        config = recorded_config(data_dir.expanduser().absolute())
+        if config is not None and not config.exists():
+            raise Fail(f"{config}, with which `tallygate serve` ran here, is gone: give --config", 2)
+        if config is not None and not json_:
+            say(f"with {config}, as `serve` here")
+    return load_settings(config, data_dir, asks_others=False)
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
 @asynccontextmanager
-async def ledger_of(settings: Settings) -> AsyncIterator[Database]:
-    """The migrated database of `settings`. Made on first use, so that `team create` works before the first `serve`."""
-    from ledger.database import Database
-    from ledger.migrations import NotMigrated, migrate_database, require_current
-    from proxy.preflight import check_directories
+async def ledger_of(settings: Settings, *, make: bool = False) -> AsyncIterator[Database]:
+    """The database of `settings`. make: when there is none, or an older release's, it is made or migrated.
 
-    check_directories(settings)
+    Raises Fail when there is none, NotMigrated when it is another release's.
+    """
+    from ledger.database import Database
+    from ledger.migrations import migrate_database, require_current
+
+    if make:
+        from proxy.preflight import check_directories
+
+        check_directories(settings)
+    else:
+        require_ledger(settings)
     db = await Database.open(settings.storage.database, command_timeout_s=COMMAND_TIMEOUT_S)
     try:
-        try:
-            await require_current(db)
-        except NotMigrated:
-            await migrate_database(db)
+        await (migrate_database(db) if make else require_current(db))
         yield db
     finally:
         await db.close()
+
+
+def require_ledger(settings: Settings) -> None:
+    """Raises Fail where the ledger would be a new one, because the directory is the wrong one or the ledger is gone."""
+    database = settings.storage.database
+    if not database.startswith("sqlite:///"):
+        return
+    file = Path(database.removeprefix("sqlite:///"))
+    if not file.exists():
+        usual = file.parent == Path.cwd() / "data" and file.name == "tallygate.db"
+        place = "in ./data" if usual else f"at {file}"
+        raise Fail(f"no ledger {place}: give --data-dir or --config, or start with `tallygate serve`", 2)
 
 
 def act(

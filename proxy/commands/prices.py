@@ -19,7 +19,7 @@ from proxy.commands.options import (
     print_json,
     print_more,
     print_table,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def publish(
         scope=scope,
     )
     body = prices.NewVersion(prices=[new], effective_from=start, note=note)
-    _show([act(settings_of(config, data_dir), prices.publish, body=body, writes=True)], json_)
+    _show([act(settings_in_use(config, data_dir, json_), prices.publish, body=body, writes=True)], json_)
 
 
 @price.command("list", epilog="Example: tallygate price list --json")
@@ -90,7 +90,7 @@ def list_(
     from proxy.admin.endpoints import Paging
 
     query = Paging(limit=limit, cursor=cursor)
-    found = act(settings_of(config, data_dir), prices.list_prices, query=query)
+    found = act(settings_in_use(config, data_dir, json_), prices.list_prices, query=query)
     if json_:
         print_json(found)
     else:
@@ -133,7 +133,7 @@ def set_(
     if pair.upper() != "USD_CNY":
         raise Fail(f"only USD_CNY is kept, not {pair}", 2)
     body = prices.NewFx(rate=rate, effective_from=start, note=note)
-    version = act(settings_of(config, data_dir), prices.publish_fx, body=body, writes=True)
+    version = act(settings_in_use(config, data_dir, json_), prices.publish_fx, body=body, writes=True)
     if json_:
         print_json(version)
     else:
@@ -152,7 +152,7 @@ def list_fx(
     from proxy.admin import prices
     from proxy.admin.endpoints import Paging
 
-    found = act(settings_of(config, data_dir), prices.list_fx, query=Paging(limit=limit, cursor=cursor))
+    found = act(settings_in_use(config, data_dir, json_), prices.list_fx, query=Paging(limit=limit, cursor=cursor))
     if json_:
         print_json(found)
         return

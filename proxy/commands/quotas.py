@@ -17,7 +17,7 @@ from proxy.commands.options import (
     act,
     currency_of,
     print_listing,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def set_(
         raise Fail("either quotas or --clear", 2)
     body = [_parse(rule) for rule in rules or ()]
     path = _scope(team, key, user)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_listing(
         act(settings, quotas.replace, body=body, reason=reason, writes=True, path=path), COLUMNS, json_, "none"
     )
@@ -81,7 +81,7 @@ def list_(
     """List the quotas of everyone, a team, a key or an end user."""
     from proxy.admin import quotas
 
-    found = act(settings_of(config, data_dir), quotas.get, path=_scope(team, key, user))
+    found = act(settings_in_use(config, data_dir, json_), quotas.get, path=_scope(team, key, user))
     print_listing(found, COLUMNS, json_, "no quotas here: tallygate quota set --help")
 
 

@@ -15,7 +15,7 @@ from proxy.commands.options import (
     print_json,
     print_listing,
     print_table,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def canary(
     from proxy.admin.report import CanaryQuery, compare
 
     query = CanaryQuery(model=model, team=team, from_=start, to=to, change=change, by_draft=by_draft)
-    found = act(settings_of(config, data_dir), compare, query=query)
+    found = act(settings_in_use(config, data_dir, json_), compare, query=query)
     if json_:
         print_json(found)
         return
@@ -53,7 +53,7 @@ def acceptance(config: ConfigOption = None, data_dir: DataDirOption = HERE, json
     from proxy.admin.report import acceptance as look
 
     columns = ("deployment", "draft_model", "state", "acceptance_rate", "draft_tokens", "since")
-    print_listing(act(settings_of(config, data_dir), look), columns, json_, "no draft was judged yet")
+    print_listing(act(settings_in_use(config, data_dir, json_), look), columns, json_, "no draft was judged yet")
 
 
 def _rows(compared: list[Comparison]) -> list[tuple[object, ...]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.commands.options import HERE, ConfigOption, DataDirOption, ledger_of, run, say, settings_of
+from proxy.commands.options import HERE, ConfigOption, DataDirOption, ledger_of, run, say, settings_in_use, settings_of
 
 if TYPE_CHECKING:
     from ledger.database import Database
@@ -262,7 +262,7 @@ def migrate(
 ) -> None:
     """Bring the database to this version's schema, and publish configured prices of models that have none. `serve` and
     `gateway` do it by themselves."""
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_=False)
     from proxy.preflight import check_directories
     from proxy.seeding import bring_up_to_date
 
@@ -276,7 +276,7 @@ def migrate(
 async def _change_secret(settings: Settings) -> None:
     from proxy.seeding import change_secret
 
-    async with ledger_of(settings) as db:
+    async with ledger_of(settings, make=True) as db:
         await change_secret(settings, db)
 
 

@@ -17,7 +17,7 @@ from proxy.commands.options import (
     print_json,
     print_record,
     print_table,
-    settings_of,
+    settings_in_use,
 )
 
 route = typer.Typer(no_args_is_help=True, help="Routes: how a model's requests are split between its deployments.")
@@ -41,7 +41,7 @@ def set_(
     from proxy.admin import routes
 
     body = routes.RouteBody(model=model, team=team, weights=dict(map(_parse, weights)))
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, routes.set_, body=body, reason=reason, writes=True), json_)
 
 
@@ -58,7 +58,7 @@ def clear(
     from proxy.admin import routes
 
     query = routes.RouteKey(model=model, team=team)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, routes.clear, query=query, reason=reason, writes=True), json_)
 
 
@@ -67,7 +67,7 @@ def list_(config: ConfigOption = None, data_dir: DataDirOption = HERE, json_: Js
     """Each model's deployments and weights: as configured, then as they were set."""
     from proxy.admin import routes
 
-    found = act(settings_of(config, data_dir), routes.list_)
+    found = act(settings_in_use(config, data_dir, json_), routes.list_)
     if json_:
         print_json(found)
         return

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from proxy.commands.options import HERE, ConfigOption, DataDirOption, ledger_of, say, settings_of
+from proxy.commands.recorded import record_config
 
 if TYPE_CHECKING:
     from proxy.seeding import FirstRun
@@ -41,10 +43,12 @@ def serve(
     for name, value in (("--host", host), ("--port", port), ("--workers", workers)):
         arguments += [] if value is None else [name, str(value)]
     read_again = partial(settings_of, config, data_dir.absolute(), overrides)
-    raise typer.Exit(asyncio.run(_serve(settings, tuple(arguments), read_again)))
+    raise typer.Exit(asyncio.run(_serve(settings, config, tuple(arguments), read_again)))
 
 
-async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Callable[[], Settings]) -> int:
+async def _serve(
+    settings: Settings, config: Path | None, arguments: tuple[str, ...], read_again: Callable[[], Settings]
+) -> int:
     from proxy import preflight
 
     began = time.monotonic()
@@ -58,6 +62,9 @@ async def _serve(settings: Settings, arguments: tuple[str, ...], read_again: Cal
             port = preflight.backend_port(backend) if backend is not None and backend.url is None else None
             from proxy.supervisor import Plan
 
+            before = record_config(settings.base_dir, config)
+            if before not in (None, config):
+                say(f"with {settings.source}; the last start here was with {before}")
             return await _supervise(Plan(settings, arguments, listener, port, read_again), began)
 
 

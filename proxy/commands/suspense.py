@@ -14,7 +14,7 @@ from proxy.commands.options import (
     act,
     print_listing,
     print_record,
-    settings_of,
+    settings_in_use,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ def list_(
     """Records that wait for a decision. While there is one, `verify` fails and its amount stays locked."""
     from proxy.admin import journals
 
-    found = act(settings_of(config, data_dir), journals.list_suspense, query=journals.SuspenseFilter(resolved=resolved))
+    found = act(
+        settings_in_use(config, data_dir, json_),
+        journals.list_suspense,
+        query=journals.SuspenseFilter(resolved=resolved),
+    )
     print_listing(found, COLUMNS, json_, "nothing is in suspense")
 
 
@@ -92,4 +96,4 @@ def _decide(
     from proxy.admin.journals import Decision
 
     body = Decision(slot=slot, epoch=epoch, frame=frame, reason=reason)
-    print_record(act(settings_of(config, data_dir), decide, body=body, writes=True), json_)
+    print_record(act(settings_in_use(config, data_dir, json_), decide, body=body, writes=True), json_)

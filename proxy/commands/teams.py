@@ -18,7 +18,7 @@ from proxy.commands.options import (
     currency_of,
     print_listing,
     print_record,
-    settings_of,
+    settings_in_use,
 )
 
 team = typer.Typer(no_args_is_help=True, help="Teams: the customers that own money and keys.")
@@ -62,7 +62,9 @@ def create(
         tax_rate_bp=tax_rate_bp,
         plan=plan,
     )
-    print_record(act(settings_of(config, data_dir), teams.create, body=body, reason=reason, writes=True), json_)
+    print_record(
+        act(settings_in_use(config, data_dir, json_), teams.create, body=body, reason=reason, writes=True), json_
+    )
 
 
 @team.command("list", epilog="Example: tallygate team list --json")
@@ -77,7 +79,7 @@ def list_(
     from proxy.admin import teams
     from proxy.admin.endpoints import Paging
 
-    found = act(settings_of(config, data_dir), teams.list_, query=Paging(limit=limit, cursor=cursor))
+    found = act(settings_in_use(config, data_dir, json_), teams.list_, query=Paging(limit=limit, cursor=cursor))
     print_listing(found, TEAM_COLUMNS, json_, "no teams yet: tallygate team create NAME")
 
 
@@ -88,7 +90,7 @@ def show(
     """Show one team."""
     from proxy.admin import teams
 
-    print_record(act(settings_of(config, data_dir), teams.get, path={"team": team}), json_)
+    print_record(act(settings_in_use(config, data_dir, json_), teams.get, path={"team": team}), json_)
 
 
 @team.command("set", epilog='Example: tallygate team set "Web shop" --credit-limit 500')
@@ -119,7 +121,7 @@ def set_(
         "plan": plan,
     }
     body = teams.TeamPatch(**{field: value for field, value in wanted.items() if value is not None})
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.patch, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
@@ -139,7 +141,7 @@ def topup(
 
     wanted = None if currency is None else currency_of(currency)
     body = teams.NewTopUp(amount=amount, currency=wanted, reference=reference, note=note)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.top_up, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
@@ -159,7 +161,7 @@ def grant(
 
     wanted = None if currency is None else currency_of(currency)
     body = teams.NewGrant(amount=amount, currency=wanted, reference=reference, expires_at=expires)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.grant, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
@@ -178,7 +180,7 @@ def refund(
 
     wanted = None if currency is None else currency_of(currency)
     body = teams.NewTopUp(amount=amount, currency=wanted, reference=reference)
-    settings = settings_of(config, data_dir)
+    settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.refund, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
@@ -188,4 +190,4 @@ def balance(
     """What a team has left."""
     from proxy.admin import teams
 
-    print_record(act(settings_of(config, data_dir), teams.balance, path={"team": team}), json_)
+    print_record(act(settings_in_use(config, data_dir, json_), teams.balance, path={"team": team}), json_)

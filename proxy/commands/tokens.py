@@ -18,7 +18,7 @@ from proxy.commands.options import (
     act,
     print_listing,
     print_record,
-    settings_of,
+    settings_in_use,
 )
 
 admin_token = typer.Typer(no_args_is_help=True, help="Tokens of the admin API.")
@@ -45,7 +45,9 @@ def create(
         body = msgspec.convert({"name": name, "role": role}, tokens.NewToken)
     except msgspec.ValidationError:
         raise Fail(f"no role {role!r}: use admin, finance or viewer", 2) from None
-    made = act(settings_of(config, data_dir), tokens.create, body=body, reason=reason, writes=True, hashes=True)
+    made = act(
+        settings_in_use(config, data_dir, json_), tokens.create, body=body, reason=reason, writes=True, hashes=True
+    )
     print_record(made, json_)
 
 
@@ -61,7 +63,7 @@ def list_(
     from proxy.admin import tokens
     from proxy.admin.endpoints import Paging
 
-    found = act(settings_of(config, data_dir), tokens.list_, query=Paging(limit=limit, cursor=cursor))
+    found = act(settings_in_use(config, data_dir, json_), tokens.list_, query=Paging(limit=limit, cursor=cursor))
     print_listing(found, TOKEN_COLUMNS, json_, "no tokens yet: tallygate admin-token create NAME")
 
 
@@ -77,7 +79,8 @@ def revoke(
     from proxy.admin import tokens
 
     print_record(
-        act(settings_of(config, data_dir), tokens.revoke, reason=reason, writes=True, path={"token": token}), json_
+        act(settings_in_use(config, data_dir, json_), tokens.revoke, reason=reason, writes=True, path={"token": token}),
+        json_,
     )
 
 
@@ -94,4 +97,6 @@ def audit(
     from proxy.admin import audit as acts
 
     query = acts.AuditFilter(team=team, subject=subject, limit=limit, cursor=cursor)
-    print_listing(act(settings_of(config, data_dir), acts.list_, query=query), AUDIT_COLUMNS, json_, "nothing yet")
+    print_listing(
+        act(settings_in_use(config, data_dir, json_), acts.list_, query=query), AUDIT_COLUMNS, json_, "nothing yet"
+    )

@@ -17,7 +17,7 @@ from proxy.commands.options import (
     print_json,
     print_listing,
     print_table,
-    settings_of,
+    settings_in_use,
 )
 
 ROW_COLUMNS = (
@@ -53,7 +53,7 @@ def usage(
     query = UsageQuery(
         team=team, key=key, model=model, period=month, from_=start, to=to, group_by=group_by, limit=limit, cursor=cursor
     )
-    found = act(settings_of(config, data_dir), list_usage, query=query)
+    found = act(settings_in_use(config, data_dir, json_), list_usage, query=query)
     groups = [_NAMES.get(name.strip(), name.strip()) for name in (group_by or "").split(",") if name.strip()]
     columns = ROW_COLUMNS if group_by is None else (*groups, *SUM_COLUMNS)
     print_listing(found, columns, json_, "nothing used yet")
@@ -68,7 +68,7 @@ def request(
     """One request: what it used, what it cost, who paid, and its receipt."""
     from proxy.admin.usage import RequestQuery, get_request
 
-    found = act(settings_of(config, data_dir), get_request, query=RequestQuery(), path={"request": request})
+    found = act(settings_in_use(config, data_dir, json_), get_request, query=RequestQuery(), path={"request": request})
     if json_:
         print_json(found)
         return

@@ -55,7 +55,7 @@ def test_a_ledger_that_is_not_there_is_not_proved(tallygate: Run, base_dir: Path
     for _ in range(2):
         ran = tallygate("verify")
         assert (ran.code, ran.out) == (2, "")
-        assert f"there is no ledger at {base_dir / 'data' / 'tallygate.db'}" in ran.err
+        assert f"no ledger at {base_dir / 'data' / 'tallygate.db'}: give --data-dir or --config" in ran.err
     tallygate("migrate")
     assert tallygate("verify").code == 0
 
