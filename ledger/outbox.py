@@ -10,14 +10,18 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import delete, exists, func, insert, select, update
+from sqlalchemy import Select, delete, exists, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ledger.audit import By, record
+from ledger.errors import Conflict, NotFound
 from ledger.ids import new_id
+from ledger.paging import Page, page
 from ledger.schema import webhook_deliveries, webhook_events
 
 EventKind = Literal["budget", "balance", "acceptance"]
+State = Literal["waiting", "delivered", "given_up"]
 ROUTED_AT_ONCE = 100
 CLAIM_MS = 60_000
 """How long a delivery is left to whoever claimed it; a poster that dies meanwhile delays it by this."""
@@ -51,6 +55,21 @@ class Delivery(msgspec.Struct, frozen=True):
     event: Event
     hook: str
     attempts: int
+
+
+class DeliveryState(msgspec.Struct, frozen=True):
+    """How far an event has come on its way to one webhook. next_ms: not tried before then, while it waits."""
+
+    event_id: str
+    hook: str
+    kind: EventKind
+    at_ms: int
+    state: State
+    attempts: int
+    next_ms: int
+    done_ms: int | None
+    error: str | None
+    """Of the last attempt."""
 
 
 async def record_event(c: AsyncConnection, kind: EventKind, key: str, payload: Mapping[str, Any], at_ms: int) -> bool:
@@ -142,6 +161,44 @@ async def finish(c: AsyncConnection, delivery: Delivery, error: str | None, now_
     else:
         values = {"next_ms": now_ms + pause_ms(delivery.attempts), "error": error[:500]}
     await c.execute(update(webhook_deliveries).where(*mine).values(values))
+
+
+async def list_deliveries(
+    c: AsyncConnection, *, state: State | None = None, cursor: str | None = None, limit: int = 100
+) -> Page[DeliveryState]:
+    """Of the newest events first."""
+    d = webhook_deliveries.c
+    query = _deliveries()
+    if state is not None:
+        query = query.where(d.state == state)
+    return await page(c, query, [d.event_id, d.hook], _delivery_state, cursor=cursor, limit=limit, newest_first=True)
+
+
+async def retry(c: AsyncConnection, by: By, event_id: str) -> list[DeliveryState]:
+    """Try at once what of this event was not delivered, given up or not, with all attempts before it again. Raises
+    NotFound, and Conflict where there is nothing to try."""
+    d = webhook_deliveries.c
+    found = (await c.execute(_deliveries().where(d.event_id == event_id).with_for_update(of=webhook_deliveries))).all()
+    if not found:
+        raise NotFound(f"no webhook was to hear of an event {event_id!r}")
+    open_hooks = [row.hook for row in found if row.state != "delivered"]
+    if not open_hooks:
+        raise Conflict(f"{event_id} was delivered to every webhook that wants it")
+    again = {"state": "waiting", "attempts": 0, "next_ms": by.at_ms, "done_ms": None}
+    await c.execute(update(webhook_deliveries).where(d.event_id == event_id, d.hook.in_(open_hooks)).values(again))
+    await record(c, by, "retry", "webhook_event", event_id, after={"webhooks": open_hooks})
+    rows = await c.execute(_deliveries().where(d.event_id == event_id).order_by(d.hook))
+    return [_delivery_state(row) for row in rows]
+
+
+def _deliveries() -> Select[Any]:
+    d, e = webhook_deliveries.c, webhook_events.c
+    columns = (d.event_id, d.hook, e.kind, e.at_ms, d.state, d.attempts, d.next_ms, d.done_ms, d.error)
+    return select(*columns).join(webhook_events, e.id == d.event_id)
+
+
+def _delivery_state(row: Any) -> DeliveryState:
+    return DeliveryState(*row)
 
 
 async def tidy(c: AsyncConnection, now_ms: int, *, any_hooks: bool) -> None:

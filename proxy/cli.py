@@ -29,6 +29,7 @@ from proxy.commands import (
     teams,
     tokens,
     usage,
+    webhooks,
 )
 from proxy.logs import configure_logging
 
@@ -64,6 +65,7 @@ def build_cli() -> typer.Typer:
     app.command("verify", epilog=EXAMPLE + "verify --month 2026-11")(finance.verify)
     app.add_typer(journal.journal, name="journal", rich_help_panel="Roles")
     app.add_typer(suspense.suspense, name="suspense", rich_help_panel="Roles")
+    app.add_typer(webhooks.webhook, name="webhook", rich_help_panel="Roles")
     app.add_typer(tokens.admin_token, name="admin-token")
     app.command("audit", epilog=EXAMPLE + "audit --team team_demo --limit 20")(tokens.audit)
     app.add_typer(prices.price, name="price")

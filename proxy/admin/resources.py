@@ -16,6 +16,7 @@ from proxy.admin import (
     teams,
     tokens,
     usage,
+    webhooks,
 )
 from proxy.admin.endpoints import Endpoint
 
@@ -31,6 +32,7 @@ ENDPOINTS: list[Endpoint] = [
     *invoices.ENDPOINTS,
     *proof.ENDPOINTS,
     *journals.ENDPOINTS,
+    *webhooks.ENDPOINTS,
     *audit.ENDPOINTS,
     *tokens.ENDPOINTS,
 ]

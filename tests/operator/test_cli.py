@@ -195,6 +195,7 @@ def test_a_database_made_by_another_release_is_refused(base_dir: Path, tallygate
 COMMANDS = [
     *("serve", "gateway", "poster", "backend", "migrate", "config check", "report canary"),
     *("topup", "grant", "refund", "balance", "audit", "usage", "request", "verify"),
+    *("webhook list", "webhook retry"),
     *("journal list", "journal declare-lost", "journal accept-damage"),
     *("team create", "team list", "team show", "team set", "quota set", "quota list"),
     *("key create", "key list", "key rotate", "key block", "key unblock", "key delete"),
