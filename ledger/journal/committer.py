@@ -81,9 +81,7 @@ class Committer:
 
     def add(self, frame: bytes) -> None:
         """Takes the frame of number `seq + 1`; it is written at the end of this loop turn."""
-        if not self._turn_ends:
-            self._running_loop().call_soon(self._end_turn)
-            self._turn_ends = True
+        self._end_turn_later()
         self.seq += 1
         self._pending.append(frame)
 
@@ -117,6 +115,11 @@ class Committer:
             self._segment.fd = -1
 
     # one loop turn
+
+    def _end_turn_later(self) -> None:
+        if not self._turn_ends:
+            self._running_loop().call_soon(self._end_turn)
+            self._turn_ends = True
 
     def _end_turn(self) -> None:
         self._turn_ends = False
@@ -261,8 +264,7 @@ class Committer:
                 self._fail(f"the journal in {self.path} cannot be written: {error}")
             else:
                 self._break(error)
-            self._write()
-            self._advance()
+            self._end_turn_later()  # and not now: the next group takes along what this turn still brings
 
         self._working = True
         loop = self._running_loop()
