@@ -35,6 +35,7 @@ from backend.loading import (
     weights_label,
 )
 from backend.model import PackedModel
+from backend.pages import use_large_pages
 from backend.speculate import Rates
 from backend.text import Tokenizer
 
@@ -101,6 +102,9 @@ def load_service(settings: Settings, progress: Callable[[str], None]) -> Service
     progress("loading the drafts")
     loader = _DraftLoader(settings, target, model, tokenizer)
     drafts = {name: loader.load(name, spec) for name, spec in settings.drafts.items()}
+    del model, loader  # the lean forward pass has its own weights
+    if device.type == "cpu":
+        use_large_pages()
     progress("measuring step times")
     draw_seconds = measure_draw(target) if drafts and settings.draft_length is None else 0.0
     costs = _target_costs(target, settings, bool(drafts))

@@ -28,6 +28,7 @@ from backend.drafts import Draft, ModelDraft, NgramDraft, NgramThenModelDraft
 from backend.engine import Engine
 from backend.loading import choose_dtype, load_model, load_tokenizer, resolve_weights
 from backend.model import PackedModel
+from backend.pages import use_large_pages
 from backend.sampling import SamplingParams
 from backend.sequence import Request
 from backend.speculate import Rates, closed_form_speedup
@@ -270,22 +271,31 @@ def bundled_pair(bench: Bench, directory: Path, dtype: torch.dtype) -> Pair:
         head.calibrate(StepCosts.measured({rows: head.measure(rows) for rows in (1, 2, 4, 8)}))
         drafts["bundled"] = NgramThenModelDraft(head)  # as `demo` is served
         drafts["head"] = head
+    del model
+    use_large_pages()  # as served; the reference is loaded afterwards, as transformers loads it by itself
+    reference = load_model(directory, dtype, CPU)
     costs = measure_steps(target, _SIZES, clock=bench.clock, budget_s=_CALIBRATION_S)
-    return Pair("bundled", target, drafts, costs, model, usual={"bundled": Rates(*BUNDLED_DRAFT_ACCEPTANCE)})
+    return Pair("bundled", target, drafts, costs, reference, usual={"bundled": Rates(*BUNDLED_DRAFT_ACCEPTANCE)})
 
 
 _SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 24, 40, 72]
 _CALIBRATION_S = 5.0
 
 
-def scaled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float, layers: int = 2) -> Pair:
-    """Target: later layers scaled by `scale`. Draft: its first `layers` layers; here with a head cut to HOT tokens."""
+def _scaled(directory: Path, dtype: torch.dtype, scale: float, layers: int) -> Any:
     model = load_model(directory, dtype, CPU)
     with torch.no_grad():
         for layer in model.model.layers[layers:]:
             layer.self_attn.o_proj.weight.mul_(scale)
             layer.mlp.down_proj.weight.mul_(scale)
-    target = PackedModel(model, slots=8, capacity=1024)
+    return model
+
+
+def scaled_pair(bench: Bench, directory: Path, dtype: torch.dtype, scale: float, layers: int = 2) -> Pair:
+    """Target: later layers scaled by `scale`. Draft: its first `layers` layers; here with a head cut to HOT tokens."""
+    target = PackedModel(_scaled(directory, dtype, scale, layers), slots=8, capacity=1024)
+    use_large_pages()
+    model = _scaled(directory, dtype, scale, layers)
     assistant = load_model(directory, dtype, CPU)
     assistant.model.layers = assistant.model.layers[:layers]
     assistant.config.num_hidden_layers = layers
