@@ -371,4 +371,4 @@ class Gateway:
         if reply.begun:
             await reply.end(dialect.error_event(error))
         else:
-            await reply.whole(error.status, dialect.error_body(error), [JSON, *error.headers()])
+            await reply.whole(error.status, dialect.error_body(error), [JSON, *dialect.head(error.headers())])

@@ -141,4 +141,4 @@ class Run:
             rate = acceptance_rate(settled.tokens)
             if rate is not None:
                 headers.append((b"x-tallygate-acceptance-rate", rate.encode()))
-        return headers
+        return self.request.dialect.head(headers)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from proxy.anthropic import errors
 from proxy.anthropic.answer import MessageReader, PlainMessage
+from proxy.anthropic.limits import limit_headers
 from proxy.anthropic.native import NativeMessage, NativeMessageReader, native_body
 from proxy.anthropic.request import parse_messages
-from proxy.asgi import text
+from proxy.asgi import Headers, text
 from proxy.auth import bearer
+from proxy.ids import now_ms
 from proxy.openai.chunks import StreamReader
 from proxy.openai.dialects import Dialect
 from proxy.openai.errors import ApiError
@@ -25,6 +27,9 @@ class SpokenMessages(Dialect):
     def token(self, headers: Mapping[bytes, bytes]) -> str | None:
         """`x-api-key`, or a bearer token."""
         return text(headers.get(b"x-api-key")) or bearer(headers.get(b"authorization"))
+
+    def head(self, headers: Headers) -> Headers:
+        return [*headers, *limit_headers(headers, now_ms())]
 
     def error_body(self, error: ApiError) -> bytes:
         return errors.error_body(error)

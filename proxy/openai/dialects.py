@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from proxy.asgi import Headers
 from proxy.auth import bearer
 from proxy.openai.chunks import StreamReader
 from proxy.openai.errors import ApiError
@@ -59,6 +60,10 @@ class Dialect:
     def reader(self, request_id: str, call: Call) -> StreamReader:
         """For an upstream's stream: what it says, and what of it our client sees."""
         return StreamReader(call, is_chat=self.is_chat)
+
+    def head(self, headers: Headers) -> Headers:
+        """The fields of a response's head, with those that only clients of this dialect read."""
+        return headers
 
     def error_body(self, error: ApiError) -> bytes:
         return error.body()
