@@ -137,18 +137,20 @@ class Route:
     def candidates(
         self, sticky_key: str | None, now_ms: int, team_id: str | None = None, draft: Draft = None
     ) -> list[Deployment]:
-        """Who may be asked, in order: the chosen one, the fall-backs, the other deployments. Left out are those that
-        rest or are known to be down; one that asked to be left alone comes last. Empty: nobody can answer now."""
+        """Who may be asked, in order: the chosen one, the fall-backs, the other deployments, and at last those without
+        a share: an answer from there is better than none. Left out are those that rest or are known to be down; one
+        that asked to be left alone comes after the others of its kind. Empty: nobody can answer now."""
         chosen = self.choose(sticky_key, team_id, draft)
         if len(self.deployments) == 1 and not self.fallbacks:
             return [chosen] if chosen.fit(now_ms) else []
+        weights = self.weights(team_id)
         ordered = [chosen]
-        weighted = (item for item, weight in zip(self.deployments, self.weights(team_id), strict=True) if weight)
+        weighted = (item for item, weight in zip(self.deployments, weights, strict=True) if weight)
         for other in (*self.fallbacks, *weighted):
             if other not in ordered:
                 ordered.append(other)
-        fit = [item for item in ordered if item.fit(now_ms)]
-        return sorted(fit, key=lambda item: item.fitness.busy_until_ms > now_ms)
+        last = [item for item in self.deployments if item not in ordered]
+        return [*_fit(ordered, now_ms), *_fit(last, now_ms)]
 
     def _suited(self, weights: tuple[int, ...], draft: str | Literal[False]) -> tuple[int, ...]:
         """The weights of those that have the draft (or none) alone; all, where no deployment has drafts of its own."""
@@ -242,6 +244,12 @@ def _provider_price(price: Price | None, settings: Settings) -> ProviderPrice | 
         return round(Fraction(text) * rate * PICO_PER_UNIT / TOKENS_PER_PRICE)
 
     return ProviderPrice(pico(price.input), pico(price.cache_read or price.input), pico(price.output))
+
+
+def _fit(places: list[Deployment], now_ms: int) -> list[Deployment]:
+    """Those that can answer, in their order; one that is busy after the others."""
+    fit = [item for item in places if item.fit(now_ms)]
+    return sorted(fit, key=lambda item: item.fitness.busy_until_ms > now_ms)
 
 
 def _fraction(text: str) -> float:

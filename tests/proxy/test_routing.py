@@ -57,8 +57,22 @@ def test_a_deployment_of_weight_zero_is_never_chosen() -> None:
 
 
 def test_fallbacks_come_before_the_other_deployments_and_nobody_twice() -> None:
-    names = [item.name for item in route(100, 1, 0, fallbacks=("spare",)).candidates("team_demo", 0)]
+    names = [item.name for item in route(100, 1, fallbacks=("spare",)).candidates("team_demo", 0)]
     assert names == ["d0", "spare", "d1"]
+
+
+def test_a_deployment_of_weight_zero_is_asked_when_nobody_else_answers() -> None:
+    given = route(0, 100, 1, fallbacks=("spare",))
+
+    def names() -> list[str]:
+        return [item.name for item in given.candidates("team_demo", 0)]
+
+    assert names() == ["d1", "spare", "d2", "d0"]
+    given.deployments[1].fitness.busy_until_ms = 1
+    assert names() == ["spare", "d2", "d1", "d0"], "others are busy: that gives it no share"
+    given.set_weights[None] = (0, 1, 0)
+    given.deployments[1].upstream.up = False
+    assert names() == ["spare", "d0", "d2"]
 
 
 def test_a_deployment_rests_after_three_failures_and_longer_after_the_next() -> None:
@@ -108,13 +122,19 @@ def routed(tmp_path: Path, upstream: FakeUpstream) -> Iterator[Gateway]:
         alone=model("first", "gpt-4@500"),
         breaks=model("first", "gpt-4@cut"),
         slow_alone=model("late", "gpt-4@hang"),
+        unshared={
+            "deployments": [{"to": "dead", "weight": 100}, {"to": "second", "model": "gpt-4", "weight": 0}],
+            "price": PRICE,
+        },
     )
     config["upstreams"]["late"] |= {"first_byte_timeout_s": 0.3, "read_timeout_s": 0.3}
     with Gateway(tmp_path, config) as gateway:
         yield gateway
 
 
-@pytest.mark.parametrize(("model", "attempts"), [("refused", 1), ("error", 2), ("busy", 2), ("slow", 2)])
+@pytest.mark.parametrize(
+    ("model", "attempts"), [("refused", 1), ("error", 2), ("busy", 2), ("slow", 2), ("unshared", 1)]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fallback_answers_and_is_billed_once(
     routed: Gateway, upstream: FakeUpstream, model: str, attempts: int, stream: bool
