@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger.database import Database
 from ledger.errors import AlreadyAnswered, IdempotencyExpired, IdempotencyInProgress, IdempotencyMismatch
+from ledger.periods import still_ahead
 from ledger.requests import Ask
 from ledger.schema import idempotency_claims
 
@@ -61,7 +62,7 @@ class DoubtfulClaims:
     async def release(self, db: Database) -> None:
         """Free the keys of those that have arrived. LedgerUnavailable."""
         now_ms = self._clock()
-        if not self._until_ms or now_ms < self._next_look_ms:
+        if not self._until_ms or still_ahead(self._next_look_ms, now_ms, LOOK_EACH_MS):
             return
         self._next_look_ms = now_ms + LOOK_EACH_MS
         claims = idempotency_claims.c

@@ -19,14 +19,15 @@ from ledger.audit import changes_since, latest_seq
 from ledger.billing import affordable_output, next_window
 from ledger.claims import DoubtfulClaims, claim
 from ledger.database import Database
-from ledger.errors import InsufficientQuota, LedgerError, LedgerUnavailable
+from ledger.errors import InsufficientQuota, Invalid, LedgerError, LedgerUnavailable
 from ledger.hold import Hold
 from ledger.journal import Files, JournalWriter, SlotLock, host_id
 from ledger.journal.closing import Override
 from ledger.journal.opening import close_epochs
 from ledger.journal.segments import SEGMENT_BYTES
-from ledger.leases import RETRY_AFTER_MS, Fenced, Leases
+from ledger.leases import DRY_FOR_MS, RETRY_AFTER_MS, Fenced, Leases
 from ledger.months import months_to_seal
+from ledger.periods import still_ahead
 from ledger.plan_cache import PlanCache
 from ledger.plans import Part, Plan
 from ledger.prices import PriceBook
@@ -141,9 +142,11 @@ class Gate:
         """Set money aside and write INTENT. The plan, and so the price, are those of `ask.at_ms`; so is the
         billing month, or the next one when that one is being closed.
 
-        Raises InsufficientQuota, PriceNotFound, LedgerUnavailable; with an Idempotency-Key also AlreadyAnswered,
-        IdempotencyInProgress, IdempotencyMismatch and IdempotencyExpired.
+        Raises InsufficientQuota, PriceNotFound, LedgerUnavailable, Invalid; with an Idempotency-Key also
+        AlreadyAnswered, IdempotencyInProgress, IdempotencyMismatch and IdempotencyExpired.
         """
+        if ask.prompt_tokens_bound < 0 or ask.max_output_tokens < 0:  # it would make money
+            raise Invalid("a request cannot use less than no tokens", "max_tokens")
         trouble = self._failure or self.journal.unhealthy()
         if trouble is not None:
             raise LedgerUnavailable(trouble, RETRY_AFTER_MS)
@@ -375,13 +378,13 @@ class Gate:
 
     def _idle_slices(self) -> list[Slice]:
         now, idle = self.clock(), []
-        if now < self._next_sweep_ms:
+        if still_ahead(self._next_sweep_ms, now, SWEEP_MS):
             return []
         self._next_sweep_ms = now + SWEEP_MS
         for slice in self.leases.slices.values():
-            if slice.dry and now >= slice.dry_until_ms:
+            if slice.dry and not still_ahead(slice.dry_until_ms, now, DRY_FOR_MS):
                 slice.dry = False
-            if slice.free != slice.seen_free:
+            if slice.free != slice.seen_free or now < slice.idle_since_ms:
                 slice.seen_free, slice.idle_since_ms = slice.free, now
             elif slice.free > 0 and now - slice.idle_since_ms > IDLE_MS:
                 idle.append(slice)
@@ -389,7 +392,7 @@ class Gate:
 
     async def _beat(self) -> None:
         now = self.clock()
-        if now < self._next_heartbeat_ms:
+        if still_ahead(self._next_heartbeat_ms, now, HEARTBEAT_MS):
             return
         self._next_heartbeat_ms = now + HEARTBEAT_MS
         mine = (slots.c.id == self.leases.slot_id, slots.c.epoch == self.leases.epoch)

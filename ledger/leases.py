@@ -22,6 +22,7 @@ from ledger.billing import slice_size
 from ledger.database import CommitUnknown, Database
 from ledger.errors import LedgerUnavailable
 from ledger.money import Currency
+from ledger.periods import still_ahead
 from ledger.schema import accounts, leases, slots
 from ledger.slices import Slice, adopt
 
@@ -74,7 +75,7 @@ class Leases:
 
         Those who ask at the same time share one trip. Raises LedgerUnavailable (Fenced when the slot was taken over).
         """
-        if self._clock() < slice.empty_until_ms:
+        if still_ahead(slice.empty_until_ms, self._clock(), EMPTY_FOR_MS):
             return 0
         slice.wanted += needed_pico
         try:
@@ -96,7 +97,7 @@ class Leases:
 
     async def recall(self, account_id: str) -> bool:
         """Ask the other slots for what lies idle there; wait a bounded moment. True: something is free in SQL now."""
-        if self._clock() < self._recalled_in_vain_until_ms.get(account_id, 0):
+        if still_ahead(self._recalled_in_vain_until_ms.get(account_id, 0), self._clock(), EMPTY_FOR_MS):
             return False
         running = self._recalls.get(account_id)
         if running is None:
@@ -339,7 +340,7 @@ class Leases:
         return and_(leases.c.slot_id == self.slot_id, leases.c.epoch == self.epoch)
 
     def _knocked_in_vain(self) -> bool:
-        return self.down_since_ms is not None and self._clock() - self._last_failure_ms < DOWN_FOR_MS
+        return self.down_since_ms is not None and 0 <= self._clock() - self._last_failure_ms < DOWN_FOR_MS
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import and_, select, update
+from sqlalchemy import and_, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ledger import audit
 from ledger.audit import By
 from ledger.errors import Conflict, NotFound
 from ledger.leases import HEARTBEAT_FRESH_MS
-from ledger.schema import accounts, epochs, leases, slots
+from ledger.schema import accounts, epochs, idempotency_claims, leases, slots
 
 
 async def list_open_epochs(c: AsyncConnection) -> list[tuple[str, int, bool]]:
@@ -63,6 +63,9 @@ async def declare_lost(c: AsyncConnection, by: By, slot_id: str, epoch: int) -> 
             .values(returned_pico=lease.returned_pico + amount)
         )
     await c.execute(update(epochs).where(*mine).values(state="lost"))
+    claims = idempotency_claims.c  # of requests whose end nobody will ever tell: who asks again is answered
+    ended = (claims.slot_id == slot_id, claims.epoch == epoch, claims.state == "running")
+    await c.execute(delete(idempotency_claims).where(*ended))
     subject = f"{slot_id}:{epoch}"
     await audit.record(c, by, "epoch.declare_lost", "epoch", subject, before={"leased": freed}, after={"leased": []})
     return freed

@@ -110,6 +110,12 @@ def _local(at_ms: int, timezone: str) -> datetime:
     return datetime.fromtimestamp(at_ms // 1000, UTC).astimezone(zone(timezone))
 
 
+def still_ahead(until_ms: int, now_ms: int, span_ms: int) -> bool:
+    """Whether an instant that was noted as at most `span_ms` ahead is still to come. If it lies further ahead the clock
+    has gone back since then, and it is not waited for."""
+    return 0 < until_ms - now_ms <= span_ms
+
+
 def whole_hours(timezone: str, from_ms: int | None, to_ms: int | None) -> bool:
     """Whether the zone's days begin at whole hours of UTC from then to then, daylight saving included."""
     first = 2000 if from_ms is None else datetime.fromtimestamp(from_ms // 1000, UTC).year

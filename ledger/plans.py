@@ -76,16 +76,18 @@ class Plan:
         A funding account that may have more in SQL is not passed over for a later one, unless `past_dry`.
         """
         for slice, in_usd in self.budgets:
-            if slice.free < (usd_pico if in_usd else cny_pico):
+            part = usd_pico if in_usd else cny_pico
+            if slice.free < part and part:  # of nothing there is enough also where a lost lease left less than nothing
                 return None
         need = usd_pico if self.funding_in_usd else cny_pico
         parts: list[Part] = []
         for slice in self.funding:
+            if not need:
+                break
             free = slice.free
             if free >= need:
-                if need:
-                    parts.append((slice, need))
-                    need = 0
+                parts.append((slice, need))
+                need = 0
                 break
             if not (past_dry or slice.dry):
                 return None

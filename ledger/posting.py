@@ -26,6 +26,7 @@ from ledger.journal.reader import JournalReader
 from ledger.journal.slots import EpochInfo, host_id, list_epochs, list_slots
 from ledger.months import late_for_teams
 from ledger.partitions import ensure_partitions
+from ledger.periods import still_ahead
 from ledger.posting_sql import account_infos, close_epoch, cover_again, is_outage, is_refusal, suspend, write_entries
 from ledger.records import EpochClosed, Settle, decode
 from ledger.schema import batches, epochs, idempotency_claims
@@ -313,7 +314,7 @@ class Poster:
         """Now and then: make partitions, book what expired, forget replayable answers after their day, remove old
         posted segments."""
         now_ms = self._clock()
-        if now_ms < self._next_housekeeping_ms:
+        if still_ahead(self._next_housekeeping_ms, now_ms, HOUSEKEEPING_MS):
             return
         self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
         await self._prune(now_ms - KEPT_MS)

@@ -14,7 +14,7 @@ from sqlalchemy import text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from ledger.database import CommitUnknown, Database
-from ledger.errors import InsufficientQuota, LedgerUnavailable
+from ledger.errors import InsufficientQuota, Invalid, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.leases import Fenced
 from ledger.migrations import migrate
@@ -192,6 +192,51 @@ async def test_a_failover_that_lost_a_lease_stops_its_spending(either: House) ->
     assert slice.free == 0
     await run(gate, either.ask())  # takes anew
     await proven(either)
+
+
+async def test_a_request_that_used_more_than_was_held_settles_also_when_a_failover_lost_its_lease(
+    either: House,
+) -> None:
+    await either.budget(Scope.of_key(either.key_id), 10 * PRICE)
+    gate = await either.gate()
+    hold = await gate.hold(either.ask())
+    async with either.db.begin() as c:
+        lost = leases.c.account_id.startswith("budget:")
+        await c.execute(leases.delete().where(lost))
+        await c.execute(update(accounts).where(accounts.c.kind == "budget").values(leased_pico=0))
+    gate.leases.down_since_ms = now_ms()
+    await gate.refresh()
+    assert [slice.free < 0 for slice in gate.leases.slices.values() if slice.kind == "budget"] == [True]
+    gate.leases.failed()  # and is away again: nothing can be taken
+    receipt = await hold.settle(used(100, 300))
+    assert (receipt.billed_tokens, receipt.waiver_reason) == (300, "overrun")
+    gate.leases.down_since_ms = None
+    await proven(either)
+
+
+async def test_a_clock_that_goes_back_refuses_nobody_while_there_is_money(either: House) -> None:
+    """What was noted for some milliseconds, such as that an account is empty, is not believed for an hour."""
+    moved = 0
+    await either.budget(Scope.of_key(either.key_id), PRICE)
+    rich, poor = await either.gate(0), await either.gate(1, clock=lambda: now_ms() + moved)
+    hold = await rich.hold(either.ask())
+    with pytest.raises(InsufficientQuota):
+        await poor.hold(either.ask())
+    moved = -3_600_000
+    await hold.void("not needed")
+    for slice in rich.leases.slices.values():
+        await rich.leases.give_back(slice)
+    await run(poor, either.ask())
+    await proven(either)
+
+
+@pytest.mark.parametrize("asked", [{"prompt": -1_000_000}, {"output": -1_000_000}])
+async def test_less_than_nothing_cannot_be_held(house: House, asked: dict[str, int]) -> None:
+    gate = await house.gate()
+    with pytest.raises(Invalid):
+        await gate.hold(house.ask(**asked))
+    await run(gate, house.ask(prompt=0, output=0))
+    await proven(house)
 
 
 async def test_a_return_whose_end_nobody_saw_is_not_spent_until_sql_has_told(house: House) -> None:

@@ -382,6 +382,17 @@ async def test_a_slot_whose_whole_volume_is_lost_can_be_declared_so_once_it_is_s
     await either.post()
 
 
+async def test_the_key_of_a_request_whose_epoch_was_declared_lost_is_free_again(either: House) -> None:
+    gate, keyed = await either.gate(), {"idempotency_key": "k", "body_hash": "b"}
+    await gate.hold(either.ask(**keyed))
+    crash(either, gate)
+    shutil.rmtree(either.journal_dir)
+    async with either.db.begin() as c:
+        await declare_lost(c, By("ops", now_ms() + 60_000, "the disk burnt"), gate.leases.slot_id, 1)
+    await run(await either.gate(), either.ask(**keyed))
+    await proven(either)
+
+
 @pytest.mark.parametrize("what", ["journal", "slot", "epoch"])
 async def test_a_journal_removed_under_a_live_server_is_noticed_by_it_and_by_the_proof(house: House, what: str) -> None:
     gate = await house.gate()
