@@ -6,7 +6,17 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from ledger.documents.wording import account_lines, closing_notes, describe, local_date, summary, title, unit_price
+from ledger.documents.wording import (
+    account_lines,
+    closing_notes,
+    describe,
+    issued,
+    local_date,
+    number_or_state,
+    summary,
+    title,
+    unit_price,
+)
 from ledger.money import format_amount
 from ledger.statements import Statement
 
@@ -34,12 +44,13 @@ def _head(writer: Writer, statement: Statement) -> None:
     party = statement.party
     end = local_date(statement.period_end_ms - 1, statement.timezone)
     rows = [
-        (*title(statement).rsplit(" ", 1), statement.number or f"{statement.state} (not a tax document)"),
+        (*title(statement).rsplit(" ", 1), number_or_state(statement)),
+        *([("Issued", "开具日期", issued(statement), statement.timezone)] if statement.issued_ms is not None else []),
         *([("For invoice", "对应账单", statement.refers_to)] if statement.refers_to else []),
         ("Period", "账期", f"{local_date(statement.period_start_ms, statement.timezone)} to {end}", statement.timezone),
         ("Team", "客户", _text(party.name), party.team_id),
-        ("Invoice title", "发票抬头", _text(party.invoice_title or "")),
-        ("Tax number", "纳税人识别号", _text(party.tax_id or "")),
+        *([("Invoice title", "发票抬头", _text(party.invoice_title))] if party.invoice_title else []),
+        *([("Tax number", "纳税人识别号", _text(party.tax_id))] if party.tax_id else []),
         ("Requests", "请求数", statement.tokens.requests),
     ]
     for row in rows:

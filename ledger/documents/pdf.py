@@ -15,7 +15,16 @@ from reportlab.pdfbase.pdfmetrics import getRegisteredFontNames, registerFont
 from reportlab.pdfbase.ttfonts import TTFont
 from reportlab.platypus import Paragraph, SimpleDocTemplate, Spacer, Table
 
-from ledger.documents.wording import account_lines, closing_notes, describe, heading, summary, title, unit_price
+from ledger.documents.wording import (
+    account_lines,
+    closing_notes,
+    describe,
+    heading,
+    number_or_state,
+    summary,
+    title,
+    unit_price,
+)
 from ledger.money import format_amount
 from ledger.statements import Statement
 
@@ -33,7 +42,7 @@ def write_pdf(statement: Statement) -> bytes:
     if _FONT not in getRegisteredFontNames():
         font = files("paperang_p2_fonts_cjk") / "fonts" / "wqy-microhei.ttc"
         registerFont(TTFont(_FONT, str(font), subfontIndex=0))
-    name = f"{title(statement)} {statement.number or statement.state}"
+    name = f"{title(statement)} {number_or_state(statement)}"
     buffer = io.BytesIO()
     document = SimpleDocTemplate(
         buffer,

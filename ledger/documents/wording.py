@@ -100,13 +100,25 @@ def heading(statement: Statement) -> list[tuple[str, str]]:
     """(name in both languages, value): whose statement of which month this is."""
     party, zone_name = statement.party, statement.timezone
     first, last = statement.period_start_ms, statement.period_end_ms - 1
-    return [
-        *([("For invoice 对应账单", statement.refers_to)] if statement.refers_to else []),
+    rows = [
+        ("Issued 开具日期", issued(statement)),
+        ("For invoice 对应账单", statement.refers_to),
         ("Period 账期", f"{local_date(first, zone_name)} – {local_date(last, zone_name)} ({zone_name})"),
         ("Team 客户", party.name),
-        ("Invoice title 发票抬头", party.invoice_title or ""),
-        ("Tax number 纳税人识别号", party.tax_id or ""),
+        ("Invoice title 发票抬头", party.invoice_title),
+        ("Tax number 纳税人识别号", party.tax_id),
     ]
+    return [(name, value) for name, value in rows if value]
+
+
+def number_or_state(statement: Statement) -> str:
+    """Its number; of what has none yet, what it is."""
+    return statement.number or f"{statement.state} (not a tax document)"
+
+
+def issued(statement: Statement) -> str | None:
+    """The date on which it was finalized, in the team's zone."""
+    return None if statement.issued_ms is None else local_date(statement.issued_ms, statement.timezone)
 
 
 def closing_notes(statement: Statement) -> list[tuple[str, str, str]]:

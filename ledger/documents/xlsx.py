@@ -10,7 +10,16 @@ from typing import Any
 
 import xlsxwriter
 
-from ledger.documents.wording import account_lines, closing_notes, describe, heading, summary, title, unit_price
+from ledger.documents.wording import (
+    account_lines,
+    closing_notes,
+    describe,
+    heading,
+    number_or_state,
+    summary,
+    title,
+    unit_price,
+)
 from ledger.money import PICO_PER_CENT, format_amount
 from ledger.statements import Statement
 
@@ -60,7 +69,7 @@ def write_xlsx(statement: Statement) -> bytes:
 
 
 def _head(sheet: Any, statement: Statement, bold: Any) -> int:
-    rows = [(title(statement), statement.number or statement.state), *heading(statement)]
+    rows = [(title(statement), number_or_state(statement)), *heading(statement)]
     for row, (name, value) in enumerate(rows):
         sheet.write_string(row, 0, name, bold)
         sheet.write_string(row, 1, value)

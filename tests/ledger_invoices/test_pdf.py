@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from pypdf import PdfReader
 
@@ -54,6 +55,24 @@ def test_a_pdf_says_the_figures_in_chinese_and_english() -> None:
         "ab" * 32,
     ):
         assert said in text, said
+
+
+@pytest.mark.parametrize("kind", ["pdf", "csv"])
+def test_a_document_says_when_it_was_issued_or_that_it_is_a_draft_and_has_no_empty_rows(kind: str) -> None:
+    draft = month()
+    draft = msgspec.structs.replace(draft, party=msgspec.structs.replace(draft.party, invoice_title=None, tax_id=None))
+    text = said_by(kind, draft)
+    assert "draft (not a tax document)" in text
+    assert not any(name in text for name in ("Issued", "Invoice title", "Tax number"))
+    issued = msgspec.structs.replace(month(), state="finalized", number="TG-2026-0001", issued_ms=1796054400000)
+    text = said_by(kind, issued)
+    assert "not a tax document" not in text
+    assert all(said in text for said in ("TG-2026-0001", "Issued", "2026-12-01", "Invoice title", "91310000"))
+
+
+def said_by(kind: str, statement: Statement) -> str:
+    document = format_named(kind).write(statement)
+    return "\n".join(text_of(document)) if kind == "pdf" else document.decode("utf-8-sig")
 
 
 def test_a_pdf_has_the_same_bytes_whenever_it_is_written() -> None:
