@@ -256,10 +256,11 @@ def load_settings(
     source.unneeded_secrets = () if asks_others else SECRETS_FOR_OTHERS
     _override(source, {key: value for key, value in (overrides or {}).items() if value is not None})
     settings = decode(source, Settings, source.root)
-    source.raise_if_any()
+    if source.shapeless:
+        source.raise_if_any()
     if settings.admin_token is None and environ.get(ADMIN_TOKEN_VARIABLE):
         settings = msgspec.structs.replace(settings, admin_token=environ[ADMIN_TOKEN_VARIABLE])
-    check(settings, source.complain)
+    check(settings, source.complain_of_what_is_known)
     source.raise_if_any()
     return _absolute(settings, base, source.name)
 

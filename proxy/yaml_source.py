@@ -61,9 +61,18 @@ class Source:
     """Patterns of paths whose `env:` or `file:` need not be there: the value is then None."""
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    guessed: set[str] = field(default_factory=set)
+    """Paths of values that are needed and not there: placeholders stand for them."""
+    shapeless: bool = False
+    """Whether a mapping is none: what refers to its names cannot be judged then."""
 
     def complain(self, path: str, message: str) -> None:
         self.problems.append(Problem(path, message, self.line_of(path)))
+
+    def complain_of_what_is_known(self, path: str, message: str) -> None:
+        """As `complain`, unless the value there is a placeholder: what is wrong with it has been said."""
+        if path not in self.guessed and all(problem.path != path for problem in self.problems):
+            self.complain(path, message)
 
     def line_of(self, path: str) -> int | None:
         """The line of the value at `path`, or of the nearest one above it that the file has."""
@@ -187,6 +196,7 @@ def _entries(source: Source, node: yaml.Node | None, path: str) -> list[tuple[st
     if _is_null(node):
         return []
     if not isinstance(node, yaml.MappingNode):
+        source.shapeless = True
         source.complain(path, f"expected a mapping of names to values, got {_describe(node)}")
         return []
     _refuse_duplicates(source, node, path)
@@ -227,6 +237,7 @@ def _sequence(source: Source, kind: Any, node: yaml.Node | None, path: str) -> t
 
 def _struct(source: Source, kind: type[msgspec.Struct], node: yaml.Node | None, path: str) -> Any:
     if node is not None and not _is_null(node) and not isinstance(node, yaml.MappingNode):
+        source.shapeless = True
         source.complain(path, f"expected a mapping with: {_allowed(kind)}; got {_describe(node)}")
         return None
     fields = {item.encode_name: item for item in msgspec.structs.fields(kind) if not item.name.startswith("_")}
@@ -239,7 +250,15 @@ def _struct(source: Source, kind: type[msgspec.Struct], node: yaml.Node | None, 
     missing = [name for name, item in fields.items() if item.required and item.name not in given]
     for name in missing:
         source.complain(path, f"needs `{name}`")
-    return None if missing else kind(**given)
+        source.guessed.add(_join(path, name))
+        given[fields[name].name] = _placeholder(fields[name].type)
+    return kind(**given)
+
+
+def _placeholder(kind: Any) -> Any:
+    if get_origin(kind) is Annotated:
+        return _placeholder(get_args(kind)[0])
+    return () if get_origin(kind) is tuple else _PLACEHOLDERS.get(kind)
 
 
 def _unknown(name: str, allowed: list[str]) -> str:

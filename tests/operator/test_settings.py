@@ -177,6 +177,35 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in lines] == ["config.yaml:1", "config.yaml:2", "config.yaml:3"]
 
 
+def test_wrong_types_hide_nothing_else_that_is_wrong(tmp_path: Path) -> None:
+    text = """\
+server:
+  workers: many
+upstreams:
+  near: {base_url: example.com}
+  far: {max_concurrency: 0}
+models:
+  m:
+    deployments: [{to: nowhere}, {to: far, weight: none}, {model: x}]
+    price: {currency: EUR, input: "-1", output: [1]}
+webhooks: [{secret: hush, url: 5}]
+"""
+    found = [line.removeprefix("config.yaml:").split(": ")[:2] for line in refused(tmp_path, text)]
+    assert found == [
+        ["2", "server.workers"],
+        ["4", "upstreams.near.base_url"],
+        ["5", "upstreams.far.max_concurrency"],
+        ["5", "upstreams.far"],
+        ["8", "models.m.deployments[1].weight"],
+        ["8", "models.m.deployments[2]"],
+        ["8", "models.m.deployments[0].to"],
+        ["9", "models.m.price.currency"],
+        ["9", "models.m.price.output"],
+        ["9", "models.m.price.input"],
+        ["10", "webhooks[0].url"],
+    ]
+
+
 def test_a_missing_admin_token_variable_means_one_is_generated(tmp_path: Path) -> None:
     assert load(tmp_path, "admin_token: env:TALLYGATE_ADMIN_TOKEN").admin_token is None
 
