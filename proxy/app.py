@@ -10,7 +10,7 @@ import structlog
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from ledger.errors import LedgerError
@@ -59,7 +59,7 @@ def build_app(settings: Settings, *, slot: int, embed_poster: bool = False, repl
     dialects = (*DIALECTS, RESPONSES, MESSAGES)
     hot: dict[str, Endpoint] = {dialect.path: Generating(worker, dialect) for dialect in dialects}
     hot["/messages/count_tokens"] = CountTokens(worker)
-    routes: list[Route | Mount] = []
+    routes: list[Route | Mount] = [Route("/", _what_is_here)]
     account = Account(worker)
     for prefix in ("/v1", ""):
         routes += account.routes(prefix)
@@ -149,6 +149,18 @@ class RequestId:
             if begun:
                 raise
             await error_response(internal_error())(scope, receive, send_with_id)
+
+
+async def _what_is_here(request: Request) -> Response:
+    """For who looks at the address in a browser."""
+    return JSONResponse(
+        {
+            "name": "TallyGate",
+            "base_url": f"{request.base_url}v1",
+            "health": ["/health/live", "/health/ready", "/metrics"],
+            "admin_api": "/admin/v1/openapi.json",
+        }
+    )
 
 
 async def _answer(request: Request, error: Exception) -> Response:

@@ -128,5 +128,5 @@ def _quota(quota: books.Quota) -> Quota:
 
 
 def _wrong(token: str) -> Exception:
-    shown = f"{token[:6]}…{token[-4:]}" if len(token) > 16 else "it"
-    return invalid_api_key(f"Incorrect API key provided ({shown}): ask an administrator for one.")
+    shown = f" ({token[:6]}…{token[-4:]})" if len(token) > 16 else ""
+    return invalid_api_key(f"Incorrect API key provided{shown}: ask an administrator for one.")

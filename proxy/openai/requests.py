@@ -186,8 +186,14 @@ def _call(fields: Fields, body: bytes, request: _Head, limit: int | None, limit_
     )
 
 
+def empty_body() -> ApiError:
+    return invalid("The request body is empty: send a JSON object.")
+
+
 def _fields(body: bytes) -> Fields:
     """The top level, cut: one pass over the body, however large. Raises ApiError 400."""
+    if not body:
+        raise empty_body()
     try:
         return _cut.decode(body)
     except msgspec.ValidationError as error:

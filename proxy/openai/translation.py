@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from proxy.openai.errors import ApiError, invalid
-from proxy.openai.requests import Call, Fields, parse_chat
+from proxy.openai.requests import Call, Fields, empty_body, parse_chat
 
 Object = dict[str, Any]
 
@@ -35,6 +35,8 @@ _cut = msgspec.json.Decoder(Fields)
 
 def read_object(body: bytes) -> tuple[Object, Fields]:
     """The fields of a body, as values and as they were written. Raises ApiError 400."""
+    if not body:
+        raise empty_body()
     try:
         return _decoder.decode(body), _cut.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
