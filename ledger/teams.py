@@ -135,6 +135,13 @@ async def find_team(c: AsyncConnection, id_or_name: str) -> Team:
     return named[0]
 
 
+async def named(c: AsyncConnection, name: str) -> Team | None:
+    """The oldest team of exactly that name."""
+    query = select(teams).where(teams.c.name == name).order_by(teams.c.created_ms, teams.c.id).limit(1)
+    row = (await c.execute(query)).one_or_none()
+    return None if row is None else _team(row)
+
+
 async def list_teams(c: AsyncConnection, *, cursor: str | None = None, limit: int = 100) -> Page[Team]:
     """Oldest first."""
     key = [teams.c.created_ms, teams.c.id]

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -52,9 +53,12 @@ def build_cli() -> typer.Typer:
     app.add_typer(teams.team, name="team")
     app.add_typer(keys.key, name="key")
     app.add_typer(quotas.quota, name="quota")
-    app.command("topup", epilog=EXAMPLE + "topup 100 --team demo --reference bank-2026-0001")(teams.topup)
-    app.command("grant", epilog=EXAMPLE + "grant 5 --team demo --reference welcome --expires 2027-01-01")(teams.grant)
-    app.command("refund", epilog=EXAMPLE + "refund 20 --team demo --reference bank-2026-0002")(teams.refund)
+    amounts: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}  # "-5" is an amount, a wrong one
+    app.command("topup", epilog=EXAMPLE + "topup 100 --team demo --reference bank-2026-0001", **amounts)(teams.topup)
+    app.command("grant", epilog=EXAMPLE + "grant 5 --team demo --reference welcome --expires 2027-01-01", **amounts)(
+        teams.grant
+    )
+    app.command("refund", epilog=EXAMPLE + "refund 20 --team demo --reference bank-2026-0002", **amounts)(teams.refund)
     app.command("balance", epilog=EXAMPLE + "balance --team demo")(teams.balance)
     app.command("usage", epilog=EXAMPLE + "usage --team demo --group-by model,day")(usage.usage)
     app.command("request", epilog=EXAMPLE + "request 01a22d85-c718-7000-bc30-c16c7a5de7a7")(usage.request)

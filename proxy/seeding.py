@@ -6,7 +6,7 @@ Every step may be repeated: a start that was interrupted is completed by the nex
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ledger import admin_tokens, installation, keys, publishing, teams, topups
 from ledger.audit import By
 from ledger.database import Database
-from ledger.errors import LedgerUnavailable
+from ledger.errors import LedgerUnavailable, NotFound
 from ledger.keys import KeyHasher
 from ledger.migrations import NotMigrated, migrate_database, require_current
 from ledger.money import PICO_PER_UNIT, FxRate
 from ledger.publishing import Quote
+from proxy.charged import Prices, prices_in_force
 from proxy.preflight import StartRefused
 from proxy.secrets import fingerprint, has_key_secret, key_secret, read_or_create
 from proxy.settings import Price, Settings
@@ -35,6 +36,8 @@ class FirstRun:
 
     admin_token: str | None
     demo_key: str | None
+    prices: Prices = field(default_factory=Prices)
+    demo_timezone: str | None = None
 
 
 async def prepare(settings: Settings) -> FirstRun:
@@ -47,7 +50,9 @@ async def prepare(settings: Settings) -> FirstRun:
             by = By(ACTOR, time.time_ns() // 1_000_000)
             await _seed_prices(c, by, settings)
             token = await _first_token(c, by, hasher, settings)
-            return FirstRun(token, await _demo_key(c, by, hasher, settings))
+            demo_key = await _demo_key(c, by, hasher, settings)
+            prices = await prices_in_force(c, settings, by.at_ms)
+            return FirstRun(token, demo_key, prices, await _demo_timezone(c))
     finally:
         await db.close()
 
@@ -146,7 +151,7 @@ async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, settings: Set
     """The demo key's text, from its file; made with its team when the ledger has no team and only this host can ask."""
     path = settings.data_dir / "demo-key"
     if is_loopback(settings.server.host) and not (await teams.list_teams(c, limit=1)).items:
-        await teams.create_team(c, by, "demo", team_id=DEMO_TEAM)
+        await teams.create_team(c, by, "demo", team_id=DEMO_TEAM, timezone=settings.billing.timezone)
         await topups.top_up(c, by, DEMO_TEAM, DEMO_USD * PICO_PER_UNIT, currency="USD", reference="demo")
         secret = read_or_create(path, keys.new_secret)
         await keys.create_key(c, by, hasher, DEMO_TEAM, name="demo", secret=secret)
@@ -154,6 +159,13 @@ async def _demo_key(c: AsyncConnection, by: By, hasher: KeyHasher, settings: Set
     known = _read(path)
     record = None if known is None else await keys.find_by_hash(c, hasher(known))
     return known if record is not None and record.state == "active" else None
+
+
+async def _demo_timezone(c: AsyncConnection) -> str | None:
+    try:
+        return (await teams.get_team(c, DEMO_TEAM)).timezone
+    except NotFound:
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ async def start_screen(plan: Plan, first_run: FirstRun, took_s: float) -> str:
     weights = await _weights(plan)
     rows = [("base_url", f"{root}/v1")]
     if first_run.demo_key is not None:
-        rows.append(("key", f"{first_run.demo_key}   (team demo, topped up with {DEMO_USD} USD)"))
+        zone = f", its days and months in {first_run.demo_timezone}" if first_run.demo_timezone else ""
+        rows.append(("key", f"{first_run.demo_key}   (team demo, topped up with {DEMO_USD} USD{zone})"))
     else:
         rows.append(("key", 'make one: tallygate team create "Web shop", then tallygate key create --team "Web shop"'))
     if first_run.admin_token is not None:
         rows.append(("admin token", f"{first_run.admin_token}   (shown this once: keep it)"))
     for name in settings.models:
         rows += _model_rows(settings, name, weights)
+        price = first_run.prices.charged.get(name)
+        rows.append(("price", price or f"none: `{_command()} price publish {name}`, until then requests are refused"))
     lines = ["", f"TallyGate {importlib.metadata.version('tallygate')} is serving ({took_s:.1f} s)", ""]
     lines += [f"  {label:<12} {text}" for label, text in rows]
     lines += ["", *_example(settings, root, first_run.demo_key or "sk-tg-..."), ""]
@@ -59,17 +63,26 @@ def _model_rows(settings: Settings, name: str, weights: dict[str, Any]) -> list[
             (weights[d.model or name] for d in model.deployments if (d.model or name) in weights), {}
         )
         real = known.get("drafts") or {}
-        drafts = [f"{draft} ({real[draft]})" if draft in real else draft for draft in model.drafts]
-        rows.append(("drafts", ", ".join(drafts)))
-    if model.price is not None:
-        price = model.price
-        rows.append(("price", f"{price.input} in, {price.output} out, {price.currency} per 1M tokens"))
+        rows.append(("drafts", _drafts(model.drafts, real)))
     return rows
+
+
+def _drafts(names: Sequence[str], real: dict[str, Any]) -> str:
+    """Names that mean the same draft stand together, and what it is once."""
+    behind: dict[str, list[str]] = {}
+    for name in names:
+        behind.setdefault(str(real.get(name, "")), []).append(name)
+    groups = []
+    for what, same in behind.items():
+        several = "one draft under each name: " if len(same) > 1 else ""
+        groups.append(", ".join(same) + (f" ({several}{what})" if what else ""))
+    return "; ".join(groups)
 
 
 def _example(settings: Settings, root: str, key: str) -> list[str]:
     model = next(iter(settings.models), "MODEL")
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 32}}'
+    asked = '[{"role": "user", "content": "Say hello."}]'
+    body = f'{{"model": "{model}", "messages": {asked}, "max_tokens": 32, "temperature": 0}}'
     head = f"  curl {root}/v1/chat/completions -H 'Authorization: Bearer {key}'"
     return [f"{head} -H 'Content-Type: application/json' -d '{body}'"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
+from ledger import audit, publishing
 from ledger import prices as book
-from ledger import publishing
 from ledger.errors import Invalid
 from ledger.money import Currency, FxRate, format_price, format_ratio
 from ledger.prices import Meters, PriceItem, PriceVersion
@@ -15,9 +16,21 @@ from ledger.publishing import Quote
 from proxy.admin.endpoints import EVERYONE, Call, Endpoint, Listing, Paging, Strict
 from proxy.admin.times import Instant, iso, parse_instant, required_iso
 
+_SPECIAL = (
+    ("cache_read", "cache_read", "input_uncached"),
+    ("cache_write", "cache_write", "input_uncached"),
+    ("output_reasoning", "output_reasoning", "output_text"),
+)
+"""Field, its meter, and the meter that it costs as much as where nobody said otherwise."""
+
+
+def _quoted(item: PriceItem) -> int:
+    return item.usd_pico if item.currency == "USD" else item.cny_pico
+
 
 class NewPrice(Strict, frozen=True, kw_only=True):
-    """Per 1M tokens, as decimal strings. Cache prices default to `input`, reasoning to `output`."""
+    """Per 1M tokens, as decimal strings. What is not named keeps its price; what cost as much as `input` (reasoning: as
+    `output`), or never had a price, goes on costing as much."""
 
     model: str
     input: str
@@ -29,10 +42,25 @@ class NewPrice(Strict, frozen=True, kw_only=True):
     scope: str = book.DEFAULT_SCOPE
     markup_bp: int = 0
 
-    def quote(self) -> Quote:
+    def quote(self, last: Mapping[str, PriceItem]) -> Quote:
+        """last: meter → the price that the last version has for this model and scope, if any. Raises Invalid."""
         if not -10_000 <= self.markup_bp <= 1_000_000:
             raise Invalid("markup_bp is in basis points, -10000 to 1000000", "markup_bp")
-        return Quote.parse(**{name: getattr(self, name) for name in self.__struct_fields__})
+        quote = Quote.parse(**{name: getattr(self, name) for name in self.__struct_fields__})
+        kept = {
+            name: self._kept(name, last[meter])
+            for name, meter, base in _SPECIAL
+            if getattr(self, name) is None and last and _quoted(last[meter]) != _quoted(last[base])
+        }
+        return msgspec.structs.replace(quote, **kept)
+
+    def _kept(self, name: str, item: PriceItem) -> int:
+        if item.currency != self.currency:
+            raise Invalid(
+                f"{name} costs {format_price(_quoted(item))} {item.currency}: name it too where the currency changes",
+                name,
+            )
+        return _quoted(item)
 
 
 class Withdrawn(Strict, frozen=True, kw_only=True):
@@ -92,6 +120,9 @@ class ModelPrice(msgspec.Struct, frozen=True):
     cny: MeterPrices
     fx_exact: bool
 
+    def of(self, currency: str) -> MeterPrices:
+        return self.usd if currency == "USD" else self.cny
+
 
 class Version(msgspec.Struct, frozen=True):
     id: str
@@ -125,9 +156,6 @@ class Fx(msgspec.Struct, frozen=True):
 
 def model_prices(items: list[PriceItem]) -> list[ModelPrice]:
     """The items of a version, one line for each scope and model."""
-    grouped: dict[tuple[str, str], dict[str, PriceItem]] = {}
-    for item in items:
-        grouped.setdefault((item.scope, item.model), {})[item.meter] = item
     return [
         ModelPrice(
             model,
@@ -137,8 +165,15 @@ def model_prices(items: list[PriceItem]) -> list[ModelPrice]:
             MeterPrices.of(Meters(*(meters[name].cny_pico for name in book.METERS))),
             all(item.fx_exact for item in meters.values()),
         )
-        for (scope, model), meters in grouped.items()
+        for (scope, model), meters in _by_model(items).items()
     ]
+
+
+def _by_model(items: list[PriceItem]) -> dict[tuple[str, str], dict[str, PriceItem]]:
+    grouped: dict[tuple[str, str], dict[str, PriceItem]] = {}
+    for item in items:
+        grouped.setdefault((item.scope, item.model), {})[item.meter] = item
+    return grouped
 
 
 def version_answer(version: PriceVersion, items: list[PriceItem]) -> Version:
@@ -158,10 +193,12 @@ def version_answer(version: PriceVersion, items: list[PriceItem]) -> Version:
 
 async def publish(call: Call) -> Version:
     body: NewVersion = call.body
+    await audit.lock(call.c)  # no other version comes between what is read here and what is published
+    last = await last_meters(call)
     version = await publishing.publish_prices(
         call.c,
         call.by,
-        [price.quote() for price in body.all_prices()],
+        [price.quote(last.get((price.scope, price.model), {})) for price in body.all_prices()],
         effective_from_ms=parse_instant(
             body.effective_from, "effective_from", call.installation.settings.billing.timezone
         ),
@@ -169,6 +206,12 @@ async def publish(call: Call) -> Version:
         note=body.note,
     )
     return version_answer(version, await book.items_of(call.c, version.id))
+
+
+async def last_meters(call: Call) -> dict[tuple[str, str], dict[str, PriceItem]]:
+    """(scope, model) → meter → price, of the version that is published last."""
+    last = await book.latest_version(call.c)
+    return {} if last is None else _by_model(await book.items_of(call.c, last.id))
 
 
 async def list_prices(call: Call) -> Listing[Version]:

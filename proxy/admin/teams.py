@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ledger import accounts, teams, topups
+from ledger import accounts, audit, teams, topups
+from ledger.errors import Conflict
 from ledger.money import Currency, format_amount, parse_amount
 from ledger.teams import Team, TeamChange
 from ledger.topups import TopUp
@@ -28,6 +29,8 @@ class NewTeam(Strict, frozen=True, kw_only=True):
     tax_id: str | None = None
     tax_rate_bp: int = 0
     plan: str | None = None
+    allow_same_name: bool = False
+    """Of two teams with one name neither is found by it."""
 
 
 class TeamPatch(Strict, frozen=True, kw_only=True):
@@ -144,6 +147,8 @@ class BalanceAnswer(msgspec.Struct, frozen=True):
 
 async def create(call: Call) -> TeamAnswer:
     body: NewTeam = call.body
+    if not body.allow_same_name:
+        await _refuse_a_second(call, body.name)
     team = await teams.create_team(
         call.c,
         call.by,
@@ -157,6 +162,14 @@ async def create(call: Call) -> TeamAnswer:
         plan=body.plan,
     )
     return TeamAnswer.of(team)
+
+
+async def _refuse_a_second(call: Call, name: str) -> None:
+    """Raises Conflict when a team has that name."""
+    await audit.lock(call.c)
+    first = await teams.named(call.c, name)
+    if first is not None:
+        raise Conflict(f"team {first.id} is named {name!r} already: use it, choose another name, or allow_same_name")
 
 
 async def list_(call: Call) -> Listing[TeamAnswer]:

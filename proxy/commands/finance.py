@@ -205,7 +205,7 @@ def _prove(settings: Settings, month: str | None, json_: bool) -> None:
         print_json(report)
     else:
         rows = [("ok" if check.ok else "WRONG", check.name, check.counted, check.difference) for check in report.checks]
-        print_table(("", "check", "counted", "first difference"), rows, "")
+        print_table(("result", "check", "counted", "first difference"), rows, "")
         if report.unposted:
             say(f"{report.unposted} settled requests are journalled and not yet posted")
     if not report.ok:

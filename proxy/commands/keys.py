@@ -17,6 +17,7 @@ from proxy.commands.options import (
     act,
     print_listing,
     print_record,
+    say,
     settings_in_use,
 )
 
@@ -24,6 +25,8 @@ key = typer.Typer(no_args_is_help=True, help="API keys.")
 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY_ID", help="The key's id, as `key list` shows it.")]
 COLUMNS = ("id", "team_id", "name", "prefix", "state", "expires_at", "models", "drafts", "allowed_ips")
+BRIEF = ("id", "name", "state", "team_id", "expires_at", "models", "drafts")
+SHOWN_ONCE = "the key is shown this once: keep it"
 
 
 @key.command("create", epilog='Example: tallygate key create --team "Web shop" --name production --model deepseek-v3.2')
@@ -56,6 +59,8 @@ def create(
         settings_in_use(config, data_dir, json_), keys.create, body=body, reason=reason, writes=True, hashes=True
     )
     print_record(made, json_)
+    if not json_:
+        say(SHOWN_ONCE)
 
 
 @key.command("list", epilog='Example: tallygate key list --team "Web shop"')
@@ -72,7 +77,7 @@ def list_(
 
     query = keys.KeyFilter(team=team, limit=limit, cursor=cursor)
     found = act(settings_in_use(config, data_dir, json_), keys.list_, query=query)
-    print_listing(found, COLUMNS, json_, "no keys yet: tallygate key create --team TEAM")
+    print_listing(found, COLUMNS, json_, "no keys yet: tallygate key create --team TEAM", brief=BRIEF)
 
 
 @key.command("rotate", epilog="Example: tallygate key rotate key_0jdz… --overlap 3600")
@@ -90,6 +95,8 @@ def rotate(
     body, settings = keys.Rotation(overlap_s=overlap), settings_in_use(config, data_dir, json_)
     made = act(settings, keys.rotate, body=body, reason=reason, writes=True, hashes=True, path={"key": key})
     print_record(made, json_)
+    if not json_:
+        say(SHOWN_ONCE)
 
 
 @key.command("block", epilog='Example: tallygate key block key_0jdz… --reason "leaked in a log"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import json
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -164,49 +165,56 @@ def print_json(value: Any) -> None:
     sys.stdout.write(text + "\n")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> None:
-    """A table on a terminal; tab-separated lines, with the same columns, in a pipe."""
-    shown = [["" if value is None else str(value) for value in row] for row in rows]
-    if not sys.stdout.isatty():
-        for row in shown:
-            sys.stdout.write("\t".join(row) + "\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str, *, brief: Sequence[str] | None = None
+) -> None:
+    """On a terminal what fits it; in a pipe tab-separated lines after a header. brief: the columns for a terminal.
 
-    if not shown:
-        Console().print(empty, highlight=False)
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold")  # an id cut short is no id
-    for row in shown:
-        table.add_row(*row)
-    Console().print(table)
+    empty: what to say, on standard error, where there is no row.
+    """
+    from proxy.commands import tables
+
+    shown = [[tables.cell(value) for value in row] for row in rows]
+    if not sys.stdout.isatty():
+        sys.stdout.writelines(line + "\n" for line in tables.tab_separated(columns, shown))
+    elif shown:
+        if brief is not None:
+            places = [columns.index(name) for name in brief]
+            columns, shown = brief, [[row[place] for place in places] for row in shown]
+        width = shutil.get_terminal_size().columns
+        sys.stdout.writelines(line + "\n" for line in tables.for_terminal(columns, shown, width))
+    if not shown and empty:
+        say(empty)
 
 
 def print_record(record: Any, json_: bool) -> None:
     """One thing: JSON, or a line for each field."""
     if json_:
         print_json(record)
-        return
-    rows = [(name, _cell(getattr(record, name))) for name in record.__struct_fields__]
-    print_table(("field", "value"), rows, "")
+    else:
+        print_fields((name, getattr(record, name)) for name in record.__struct_fields__)
 
 
-def print_listing(found: Listing[Any], columns: Sequence[str], json_: bool, empty: str) -> None:
+def print_fields(fields: Iterable[tuple[str, Any]]) -> None:
+    """A line for each: name and value."""
+    from proxy.commands import tables
+
+    shown = [(name, tables.cell(value)) for name, value in fields]
+    width = max((len(name) for name, _ in shown), default=0) if sys.stdout.isatty() else 0
+    for name, text in shown:
+        sys.stdout.write((f"{name:<{width}}  {text}".rstrip() if width else f"{name}\t{text}") + "\n")
+
+
+def print_listing(
+    found: Listing[Any], columns: Sequence[str], json_: bool, empty: str, *, brief: Sequence[str] | None = None
+) -> None:
     """A page of things: JSON, or a table of some of their fields."""
     if json_:
         print_json(found)
         return
-    print_table(columns, [[_cell(getattr(item, name)) for name in columns] for item in found.data], empty)
+    rows = [[getattr(item, name) for name in columns] for item in found.data]
+    print_table(columns, rows, empty, brief=brief)
     print_more(found.next_cursor)
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={item}" for name, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def currency_of(text: str) -> Currency:

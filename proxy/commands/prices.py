@@ -19,11 +19,13 @@ from proxy.commands.options import (
     print_json,
     print_more,
     print_table,
+    say,
     settings_in_use,
 )
 
 if TYPE_CHECKING:
-    from proxy.admin.prices import Version
+    from proxy.admin.endpoints import Call
+    from proxy.admin.prices import ModelPrice, Version
 
 price = typer.Typer(no_args_is_help=True, help="Prices: dated, immutable versions.")
 fx = typer.Typer(no_args_is_help=True, help="Exchange rates: dated, immutable.")
@@ -49,9 +51,9 @@ def publish(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     input: Annotated[str, typer.Option(help="Per 1M prompt tokens.")],
     output: Annotated[str, typer.Option(help="Per 1M generated tokens.")],
-    cache_read: Annotated[str | None, typer.Option(help="Per 1M cached prompt tokens; default: --input.")] = None,
-    cache_write: Annotated[str | None, typer.Option(help="Per 1M tokens written to a cache; default: --input.")] = None,
-    reasoning: Annotated[str | None, typer.Option(help="Per 1M reasoning tokens; default: --output.")] = None,
+    cache_read: Annotated[str | None, typer.Option(help="Per 1M cached prompt tokens; default: stays.")] = None,
+    cache_write: Annotated[str | None, typer.Option(help="Per 1M tokens written to a cache; default: stays.")] = None,
+    reasoning: Annotated[str | None, typer.Option(help="Per 1M reasoning tokens; default: stays.")] = None,
     currency: Annotated[str, typer.Option(help="USD or CNY; the other one follows from the FX rate.")] = "USD",
     scope: Annotated[str, typer.Option(help="default, plan:NAME or team:ID.")] = "default",
     start: FromOption = None,
@@ -60,7 +62,11 @@ def publish(
     data_dir: DataDirOption = HERE,
     json_: JsonOption = False,
 ) -> None:
-    """Publish a new version with this price; the other models keep theirs."""
+    """Publish a new version with this price; the other models keep theirs.
+
+    So does what is not named: a cache price that differs from --input stays, one that is equal follows it; reasoning
+    and --output likewise. A first price takes them from --input and --output.
+    """
     from proxy.admin import prices
 
     new = prices.NewPrice(
@@ -74,7 +80,35 @@ def publish(
         scope=scope,
     )
     body = prices.NewVersion(prices=[new], effective_from=start, note=note)
-    _show([act(settings_in_use(config, data_dir, json_), prices.publish, body=body, writes=True)], json_)
+    version, before = act(settings_in_use(config, data_dir, json_), _publish, body=body, writes=True)
+    if json_:
+        print_json(version)
+    else:
+        _show_change(version, before, model, scope)
+
+
+async def _publish(call: Call) -> tuple[Version, list[ModelPrice]]:
+    """The new version, and the prices of the one before it."""
+    from ledger import audit
+    from ledger.prices import items_of, latest_version
+    from proxy.admin import prices
+
+    await audit.lock(call.c)
+    last = await latest_version(call.c)
+    before = [] if last is None else prices.model_prices(await items_of(call.c, last.id))
+    return await prices.publish(call), before
+
+
+def _show_change(version: Version, before: list[ModelPrice], model: str, scope: str) -> None:
+    """Each meter of the model, in the currency it is quoted in: as it was, and as it will be."""
+    (new,) = (item for item in version.prices if (item.model, item.scope) == (model, scope))
+    old = next((item for item in before if (item.model, item.scope) == (model, scope)), None)
+    rows = []
+    for meter in new.usd.__struct_fields__:
+        was, now = (None if item is None else getattr(item.of(new.currency), meter) for item in (old, new))
+        rows.append((meter, was or "none", now, "" if was == now else "changed" if was else "new"))
+    print_table(("meter", "was", "now", "change"), rows, "")
+    say(f"{version.id}: {model}, {scope}, {new.currency} per 1M tokens, in force from {version.effective_from}")
 
 
 @price.command("list", epilog="Example: tallygate price list --json")
@@ -94,14 +128,11 @@ def list_(
     if json_:
         print_json(found)
     else:
-        _show(found.data, False)
+        _show(found.data)
         print_more(found.next_cursor)
 
 
-def _show(versions: list[Version], json_: bool) -> None:
-    if json_:
-        print_json(versions[0])
-        return
+def _show(versions: list[Version]) -> None:
     rows = [
         (
             version.id,

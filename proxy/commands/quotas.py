@@ -16,12 +16,15 @@ from proxy.commands.options import (
     ReasonOption,
     act,
     currency_of,
+    print_json,
     print_listing,
+    print_table,
     settings_in_use,
 )
 
 if TYPE_CHECKING:
-    from proxy.admin.quotas import QuotaBody
+    from proxy.admin.endpoints import Call, Listing
+    from proxy.admin.quotas import QuotaAnswer, QuotaBody
 
 quota = typer.Typer(no_args_is_help=True, help="Quotas: limits on requests, tokens, spend or concurrency.")
 
@@ -54,8 +57,10 @@ def set_(
     data_dir: DataDirOption = HERE,
     json_: JsonOption = False,
 ) -> None:
-    """Replace the quotas of everyone, a team, a key or an end user. Append :soft for a limit that only warns."""
-    from proxy.admin import quotas
+    """Replace all quotas of everyone, a team, a key or an end user; prints what was added, kept and removed.
+
+    Append :soft for a limit that only warns.
+    """
 
     if not rules and not clear:
         raise Fail(f"give the quotas, or --clear to remove them all: {_SPELLING}", 2)
@@ -64,9 +69,31 @@ def set_(
     body = [_parse(rule) for rule in rules or ()]
     path = _scope(team, key, user)
     settings = settings_in_use(config, data_dir, json_)
-    print_listing(
-        act(settings, quotas.replace, body=body, reason=reason, writes=True, path=path), COLUMNS, json_, "none"
+    found, before = act(settings, _replace, body=body, reason=reason, writes=True, path=path)
+    if json_:
+        print_json(found)
+        return
+    rows = _changes(before, found.data)
+    print_table(("change", *COLUMNS), rows, "there are no quotas here now", brief=("change", *COLUMNS[1:7]))
+
+
+async def _replace(call: Call) -> tuple[Listing[QuotaAnswer], list[QuotaAnswer]]:
+    """The new list, and the one before."""
+    from ledger import audit
+    from proxy.admin import quotas
+
+    await audit.lock(call.c)
+    before = (await quotas.get(call)).data
+    return await quotas.replace(call), before
+
+
+def _changes(before: list[QuotaAnswer], after: list[QuotaAnswer]) -> list[tuple[Any, ...]]:
+    groups = (
+        ("added", [item for item in after if item not in before]),
+        ("kept", [item for item in after if item in before]),
+        ("removed", [item for item in before if item not in after]),
     )
+    return [(change, *(getattr(item, name) for name in COLUMNS)) for change, items in groups for item in items]
 
 
 @quota.command("list", epilog='Example: tallygate quota list --team "Web shop"')
@@ -82,7 +109,7 @@ def list_(
     from proxy.admin import quotas
 
     found = act(settings_in_use(config, data_dir, json_), quotas.get, path=_scope(team, key, user))
-    print_listing(found, COLUMNS, json_, "no quotas here: tallygate quota set --help")
+    print_listing(found, COLUMNS, json_, "no quotas here: tallygate quota set --help", brief=COLUMNS[1:7])
 
 
 def _scope(team: str | None, key: str | None, user: str | None) -> dict[str, str]:

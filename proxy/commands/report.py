@@ -44,7 +44,8 @@ def canary(
     if json_:
         print_json(found)
         return
-    print_table(("", *("" for _ in found.data)), _rows(found.data), f"no requests for {model} yet")
+    columns = ("deployment", *(item.deployment for item in found.data))
+    print_table(columns, _rows(found.data), f"no requests for {model} yet")
 
 
 @report.command("acceptance", epilog="Example: tallygate report acceptance")
@@ -60,5 +61,5 @@ def _rows(compared: list[Comparison]) -> list[tuple[object, ...]]:
     """One line a figure, one column a deployment."""
     if not compared:
         return []
-    figures = compared[0].__struct_fields__
+    figures = [name for name in compared[0].__struct_fields__ if name != "deployment"]
     return [(name, *(getattr(item, name) for item in compared)) for name in figures]

@@ -114,6 +114,8 @@ async def _show_screen(plan: Plan, ledger: _Preparation, began: float) -> None:
     from proxy.start_screen import start_screen
 
     assert ledger.first_run is not None
+    for warning in ledger.first_run.prices.warnings:
+        say(warning)
     sys.stdout.write(await start_screen(plan, ledger.first_run, time.monotonic() - began))
     sys.stdout.flush()
 

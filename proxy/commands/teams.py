@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from proxy.commands.options import (
     ConfigOption,
     CursorOption,
     DataDirOption,
+    Fail,
     JsonOption,
     LimitOption,
     ReasonOption,
@@ -18,8 +19,12 @@ from proxy.commands.options import (
     currency_of,
     print_listing,
     print_record,
+    say,
     settings_in_use,
 )
+
+if TYPE_CHECKING:
+    from ledger.money import Currency
 
 team = typer.Typer(no_args_is_help=True, help="Teams: the customers that own money and keys.")
 
@@ -44,6 +49,9 @@ def create(
     tax_id: Annotated[str | None, typer.Option(help="The tax number on invoices.")] = None,
     tax_rate_bp: Annotated[int, typer.Option(help="Tax rate in basis points; 600 is 6 %.")] = 0,
     plan: Annotated[str | None, typer.Option(help="A price scope, plan:NAME.")] = None,
+    allow_same_name: Annotated[
+        bool, typer.Option("--allow-same-name", help="Also where a team has that name; both then go by their ids.")
+    ] = False,
     reason: ReasonOption = None,
     config: ConfigOption = None,
     data_dir: DataDirOption = HERE,
@@ -61,10 +69,12 @@ def create(
         tax_id=tax_id,
         tax_rate_bp=tax_rate_bp,
         plan=plan,
+        allow_same_name=allow_same_name,
     )
-    print_record(
-        act(settings_in_use(config, data_dir, json_), teams.create, body=body, reason=reason, writes=True), json_
-    )
+    made = act(settings_in_use(config, data_dir, json_), teams.create, body=body, reason=reason, writes=True)
+    print_record(made, json_)
+    if not json_:
+        say(f"its days and months begin at midnight in {made.timezone}; --timezone chooses another")
 
 
 @team.command("list", epilog="Example: tallygate team list --json")
@@ -125,6 +135,17 @@ def set_(
     print_record(act(settings, teams.patch, body=body, reason=reason, writes=True, path={"team": team}), json_)
 
 
+def _positive(amount: str, currency: str | None) -> Currency | None:
+    """The currency that was named. Raises Fail for an amount below zero: the shell's "-5" is no option of ours."""
+    if amount.lstrip().startswith("-"):
+        raise Fail(
+            f"amounts are positive, not {amount}: pay back with `tallygate refund`, correct a finalized invoice with "
+            "`tallygate invoice credit`",
+            2,
+        )
+    return None if currency is None else currency_of(currency)
+
+
 def topup(
     amount: Annotated[str, typer.Argument(help='A decimal amount such as "100.50".')],
     team: TeamOption,
@@ -139,7 +160,7 @@ def topup(
     """Credit a payment to a team."""
     from proxy.admin import teams
 
-    wanted = None if currency is None else currency_of(currency)
+    wanted = _positive(amount, currency)
     body = teams.NewTopUp(amount=amount, currency=wanted, reference=reference, note=note)
     settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.top_up, body=body, reason=reason, writes=True, path={"team": team}), json_)
@@ -159,7 +180,7 @@ def grant(
     """Give a team credit that expires."""
     from proxy.admin import teams
 
-    wanted = None if currency is None else currency_of(currency)
+    wanted = _positive(amount, currency)
     body = teams.NewGrant(amount=amount, currency=wanted, reference=reference, expires_at=expires)
     settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.grant, body=body, reason=reason, writes=True, path={"team": team}), json_)
@@ -178,7 +199,7 @@ def refund(
     """Pay back to a team what is neither spent nor held."""
     from proxy.admin import teams
 
-    wanted = None if currency is None else currency_of(currency)
+    wanted = _positive(amount, currency)
     body = teams.NewTopUp(amount=amount, currency=wanted, reference=reference)
     settings = settings_in_use(config, data_dir, json_)
     print_record(act(settings, teams.refund, body=body, reason=reason, writes=True, path={"team": team}), json_)

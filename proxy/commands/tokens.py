@@ -24,6 +24,7 @@ from proxy.commands.options import (
 admin_token = typer.Typer(no_args_is_help=True, help="Tokens of the admin API.")
 
 TOKEN_COLUMNS = ("id", "name", "role", "created_at", "revoked_at")
+AUDIT_BRIEF = ("seq", "at", "actor", "action", "subject_id", "reason")
 AUDIT_COLUMNS = ("seq", "at", "actor", "action", "subject_id", "team_id", "reason")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,16 +14,22 @@ from proxy.commands.options import (
     JsonOption,
     LimitOption,
     act,
+    print_fields,
     print_json,
     print_listing,
     print_table,
+    say,
     settings_in_use,
 )
+
+if TYPE_CHECKING:
+    from proxy.admin.usage import UsageQuery
 
 ROW_COLUMNS = (
     *("created_at", "request_id", "model", "deployment", "draft_model", "status"),
     *("prompt_tokens", "generated_tokens", "billed_tokens", "cost_usd", "cost_cny"),
 )
+BRIEF = ("request_id", "created_at", "model", "status", "prompt_tokens", "generated_tokens", "cost_usd")
 SUM_COLUMNS = (
     *("requests", "prompt_tokens", "generated_tokens", "billed_tokens", "draft_tokens", "accepted_tokens"),
     *("cost_usd", "cost_cny"),
@@ -56,7 +62,18 @@ def usage(
     found = act(settings_in_use(config, data_dir, json_), list_usage, query=query)
     groups = [_NAMES.get(name.strip(), name.strip()) for name in (group_by or "").split(",") if name.strip()]
     columns = ROW_COLUMNS if group_by is None else (*groups, *SUM_COLUMNS)
-    print_listing(found, columns, json_, "nothing used yet")
+    brief = BRIEF if group_by is None else None
+    print_listing(found, columns, json_, _nothing(query), brief=brief)
+
+
+def _nothing(query: UsageQuery) -> str:
+    """Where there was no usage: the period that was looked at, and whose."""
+    period = f" in {query.period}" if query.period else ""
+    period += f" from {query.from_}" if query.from_ else ""
+    period += f" to {query.to}" if query.to else ""
+    whose = "".join(f", {name} {value}" for name in ("team", "key", "model") if (value := getattr(query, name)))
+    page = " on this page" if query.cursor else ""
+    return f"no usage{page}{period or ' yet, at any time'}{whose}"
 
 
 def request(
@@ -73,6 +90,7 @@ def request(
         print_json(found)
         return
     usage = found.usage
-    print_table(("field", "value"), [(name, getattr(usage, name)) for name in usage.__struct_fields__], "")
+    print_fields((name, getattr(usage, name)) for name in usage.__struct_fields__)
     rows = [(item.kind, item.source, item.destination, item.amount, item.currency) for item in found.transfers]
     print_table(("transfer", "from", "to", "amount", "currency"), rows, "")
+    say(f"its receipt, checked offline: tallygate request {request} --json | python scripts/check_receipt.py")

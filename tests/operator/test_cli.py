@@ -79,7 +79,7 @@ def test_a_team_a_key_and_a_payment_from_the_shell(tallygate: Run) -> None:
         assert paid["amount"] == "100.5"
     assert tallygate("balance", "--team", "Web shop", "--json").json["available"] == "100.5"
     listed = tallygate("key", "list")
-    assert listed.out.split("\t")[0] == key["id"]
+    assert [line.split("\t")[0] for line in listed.out.splitlines()] == ["id", key["id"]]
     assert key["key"] not in listed.out
 
 
@@ -106,7 +106,7 @@ def test_quotas_are_set_by_rules(tallygate: Run) -> None:
         ("spend", "month", None, "50.5", True),
         ("tokens", "day", "deepseek-v3.2", 1_000_000, False),
     ]
-    assert len(tallygate("quota", "list", "--team", "t").out.splitlines()) == 4
+    assert len(tallygate("quota", "list", "--team", "t").out.splitlines()) == 1 + 4
     assert tallygate("quota", "set", "--team", "t", "--clear", "--json").json["data"] == []
     for wrong in ("requests", "requests/minute=x", "colour/minute=3", "requests/century=3"):
         refused = tallygate("quota", "set", "--team", "t", wrong)
