@@ -50,6 +50,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks of balancers that say truly, in X-Forwarded-For, whose request they pass on."""
 
+    def share(self, most: int) -> int:
+        """Of a bound on what a host does at once: what one worker may do."""
+        return max(1, most // self.workers)
+
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     database: str = "sqlite:///data/tallygate.db"

@@ -64,7 +64,7 @@ class Worker:
         self.routes = build_routes(settings, self.upstreams)
         workers = settings.server.workers
         self.admission = Admission(
-            {name: Capacity(max(1, item.max_concurrency // workers)) for name, item in self.upstreams.items()}
+            {name: Capacity(settings.server.share(item.max_concurrency)) for name, item in self.upstreams.items()}
         )
         counters = settings.storage.counters
         self._counters: Counters = (

@@ -69,8 +69,11 @@ async def _serve(
 
 
 async def _supervise(plan: Plan, began: float) -> int:
+    from proxy.shares import shares
     from proxy.supervisor import Supervisor
 
+    for line in shares(plan.settings):
+        say(line)
     supervisor = Supervisor(plan, say)
     supervisor.listen_for_signals()
     ledger = _Preparation(plan.settings)
