@@ -40,6 +40,7 @@ def check(
 ) -> None:
     """Validate a configuration; every problem is one line with file and line number, exit code 2."""
     from proxy.settings import SettingsError
+    from proxy.shares import shares
 
     try:
         settings = settings_of(file, data_dir)
@@ -54,8 +55,8 @@ def check(
         print_json({"ok": True, "errors": [], "warnings": warnings} | names)
         return
     say(f"{file} is valid; models: {', '.join(settings.models) or NO_MODELS}")
-    for warning in warnings:
-        say(warning)
+    for line in (*warnings, *shares(settings)):
+        say(line)
 
 
 async def _warnings(settings: Settings) -> list[str]:
