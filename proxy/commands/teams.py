@@ -90,7 +90,7 @@ def list_(
     from proxy.admin.endpoints import Paging
 
     found = act(settings_in_use(config, data_dir, json_), teams.list_, query=Paging(limit=limit, cursor=cursor))
-    print_listing(found, TEAM_COLUMNS, json_, "no teams yet: tallygate team create NAME")
+    print_listing(found, TEAM_COLUMNS, json_, "no teams yet: tallygate team create NAME", brief=TEAM_COLUMNS[:-1])
 
 
 @team.command("show", epilog='Example: tallygate team show "Web shop"')

@@ -99,5 +99,9 @@ def audit(
 
     query = acts.AuditFilter(team=team, subject=subject, limit=limit, cursor=cursor)
     print_listing(
-        act(settings_in_use(config, data_dir, json_), acts.list_, query=query), AUDIT_COLUMNS, json_, "nothing yet"
+        act(settings_in_use(config, data_dir, json_), acts.list_, query=query),
+        AUDIT_COLUMNS,
+        json_,
+        "nothing yet",
+        brief=AUDIT_BRIEF,
     )

@@ -114,6 +114,8 @@ def test_the_screen_names_the_url_the_key_and_who_answers(serving: Serving) -> N
     assert serving.key in screen
     assert re.search(r"admin token +tg-admin-\S+ +\(shown this once", screen)
     assert "answered by legacy's deepseek-v3.2" in screen
+    assert "0.28 in, 0.028 cached, 0.42 out, USD per 1M tokens (version pv_1)" in screen
+    assert (serving.base_dir / "data/config-path").read_text() == f"{serving.base_dir / 'tallygate.yaml'}\n"
     curl = next(line for line in screen.splitlines() if line.strip().startswith("curl"))
     ran = subprocess.run(["sh", "-c", curl.strip().replace("curl ", "curl -s ", 1)], capture_output=True, check=False)
     if ran.returncode != 127:  # no curl on this machine
