@@ -33,6 +33,7 @@ from ledger.plans import Part, Plan
 from ledger.prices import PriceBook
 from ledger.records import EpochClosed, Intent, Void
 from ledger.recovery import begin_epoch, look_behind, recover
+from ledger.reductions import Reductions
 from ledger.requests import Ask, Outcome, Receipt, Spender, Tokens
 from ledger.schema import epochs, slots
 from ledger.sealing import BillingMonths
@@ -72,6 +73,7 @@ class Gate:
         self._seen = seen
         self.months = BillingMonths()
         self._plans = PlanCache(db, leases, self.months, book)
+        self._reductions = Reductions(leases)
         self._doubtful_claims = DoubtfulClaims(leases.slot_id, leases.epoch, clock)
         self._open_holds = 0
         self._entering = 0  # requests that wait for SQL before their INTENT: what they take there outlives them
@@ -307,6 +309,7 @@ class Gate:
                 changes = await changes_since(c, self._seen)
                 changed = bool(changes)
                 recalled = await leases.recalled(c)
+                reduced = await self._reductions.look(c, {change.team_id for change in changes})
                 mine = (epochs.c.slot_id == leases.slot_id, epochs.c.epoch == leases.epoch)
                 cursor = (await c.execute(select(epochs.c.cursor_seq).where(*mine))).scalar_one_or_none()
                 if leases.down_since_ms is not None:
@@ -331,6 +334,8 @@ class Gate:
             await self._seal()
             for slice in {*recalled, *self._idle_slices()}:
                 await leases.give_back(slice)
+            for slice in reduced:
+                await leases.give_back(slice, 0)
             await self._beat()
         except Fenced as error:
             self._failure = str(error)

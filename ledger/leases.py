@@ -92,7 +92,8 @@ class Leases:
             slice.refill.add_done_callback(_forget_failure)
 
     async def give_back(self, slice: Slice, amount_pico: int | None = None) -> int:
-        """Return what nobody has drawn, all of it by default. Clears a recall, also with nothing to return."""
+        """Return what is owed, and of what nobody has drawn so much, all of it by default. Clears a recall, also with
+        nothing to return."""
         return await asyncio.shield(self._spawn(self._give_back(slice, amount_pico)))
 
     async def recall(self, account_id: str) -> bool:
@@ -144,7 +145,7 @@ class Leases:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         for slice in self.slices.values():
-            if slice.free > 0 or not slice.synced:
+            if slice.free > 0 or slice.owed or not slice.synced:
                 await self._give_back(slice, None)
         return sum(slice.held() for slice in self.slices.values())
 
@@ -260,9 +261,11 @@ class Leases:
             raise LedgerUnavailable(f"the lease on {slice.account_id} is not the one this worker knows", 100)
 
     async def _return(self, slice: Slice, amount_pico: int | None) -> int:
-        amount = max(0, slice.free if amount_pico is None else min(amount_pico, slice.free))
-        slice.free -= amount
-        slice.on_its_way = amount
+        owed = slice.returnable_debt()
+        free = max(0, slice.free if amount_pico is None else min(amount_pico, slice.free))
+        slice.free -= free
+        slice.on_its_way = free  # what is owed stays so until it has arrived
+        amount = free + owed
         async with self.db.begin() as c:
             await self._require_epoch(c)
             if amount:
@@ -281,6 +284,7 @@ class Leases:
                 raise LedgerUnavailable(f"the lease on {slice.account_id} is not the one this worker knows", 100)
         slice.revision += done.rowcount
         slice.returned += amount
+        slice.owed -= owed
         slice.on_its_way = 0
         return amount
 

@@ -125,9 +125,9 @@ class Plan:
         return [(slice, need) for slice, need in needs if slice.free < need]
 
     def needing_more(self) -> list[Slice]:
-        """Slices that are running low, to be refilled before anybody has to wait for it."""
-        low = [slice for slice in self.funding if slice.free < slice.low_water]
-        low += [slice for slice, _ in self.budgets if slice.free < slice.low_water]
+        """Slices that are running low, to be refilled before anybody has to wait for it; not those that owe."""
+        low = [slice for slice in self.funding if slice.free < slice.low_water and not slice.owed]
+        low += [slice for slice, _ in self.budgets if slice.free < slice.low_water and not slice.owed]
         return low
 
 

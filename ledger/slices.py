@@ -10,7 +10,10 @@ from ledger.money import Currency
 
 class Slice:
     """What this slot holds of one account. `free` is what nobody has drawn yet; the other fields explain it:
-    taken - returned = free + spent + what open holds have drawn + what is on its way back."""
+    taken - returned = free + owed + spent + what open holds have drawn + what is on its way back.
+
+    `owed` is what the account has given out beyond a limit that went down since: it is not drawn on, and returns. What
+    open holds have of it makes `free` less than nothing until they end."""
 
     __slots__ = (
         "account_id",
@@ -24,6 +27,7 @@ class Slice:
         "lock",
         "low_water",
         "on_its_way",
+        "owed",
         "refill",
         "returned",
         "revision",
@@ -44,6 +48,7 @@ class Slice:
         self.returned = 0
         self.revision = 0
         self.on_its_way = 0
+        self.owed = 0
         self.synced = True  # a new epoch has leased nothing yet
         self.low_water = 0
         self.wanted = 0
@@ -57,7 +62,17 @@ class Slice:
 
     def held(self) -> int:
         """What open holds have drawn."""
-        return self.taken - self.returned - self.free - self.spent - self.on_its_way
+        return self.taken - self.returned - self.free - self.owed - self.spent - self.on_its_way
+
+    def owe(self, excess_pico: int) -> None:
+        """The account has given out so much more than it may, here and elsewhere."""
+        owed = min(excess_pico, self.free + self.owed + self.held())
+        self.free += self.owed - owed
+        self.owed = owed
+
+    def returnable_debt(self) -> int:
+        """What is owed and not held by a request that still runs."""
+        return max(0, self.owed + min(0, self.free))
 
 
 def adopt(slice: Slice, row: Any) -> None:
