@@ -26,6 +26,13 @@ def shell(data_dir: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tu
     return int(ended.value.code or 0), json.loads(out) if out else None, err
 
 
+def make_ledger(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["migrate", "--data-dir", str(data_dir)])
+    assert not ended.value.code
+    capsys.readouterr()
+
+
 async def lease_and_vanish(data_dir: Path) -> str:
     """A gateway leases money, and its host goes with its disk. Returns its slot."""
     settings = load_settings(None, data_dir)
@@ -50,6 +57,7 @@ async def fall_silent(data_dir: Path) -> None:
 
 
 def test_a_lost_disk_is_declared_and_its_money_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_ledger(tmp_path, capsys)
     assert shell(tmp_path, capsys, "journal", "list")[1] == {"data": []}
     slot = asyncio.run(lease_and_vanish(tmp_path))
     _, listed, _ = shell(tmp_path, capsys, "journal", "list")
@@ -75,6 +83,7 @@ def test_a_lost_disk_is_declared_and_its_money_returns(tmp_path: Path, capsys: p
 def test_a_journal_that_nobody_knows_cannot_be_declared_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    make_ledger(tmp_path, capsys)
     code, _, complaint = shell(tmp_path, capsys, "journal", "declare-lost", "nobody/0", "1", "--reason", "typing error")
     assert code == 1
     assert "no epoch 1 of slot" in complaint
