@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,37 @@ _KEEP_ALIVE_S = 5.0
 _MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
+class Endings:
+    """Plain requests that run, by the x-request-id they came with, so that whoever sent one can have it ended early and
+    still learn what was generated. A stream needs none of that: it has told, and hanging up ends it."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, list[asyncio.Event]] = {}
+
+    @contextlib.contextmanager
+    def of(self, request_id: str | None) -> Iterator[asyncio.Event]:
+        """Set once somebody wants the request to end."""
+        wanted = asyncio.Event()
+        if request_id is None:
+            yield wanted
+            return
+        running = self._running.setdefault(request_id, [])
+        running.append(wanted)
+        try:
+            yield wanted
+        finally:
+            running.remove(wanted)
+            if not running:
+                del self._running[request_id]
+
+    def end(self, request_id: str) -> bool:
+        """False: no such request runs."""
+        running = self._running.get(request_id, ())
+        for wanted in running:
+            wanted.set()
+        return bool(running)
+
+
 @dataclass(slots=True)
 class ServerState:
     """What the server knows of the engine: nothing at first, then how loading goes, then the engine itself."""
@@ -39,6 +70,7 @@ class ServerState:
     service: Service | None = None
     worker: EngineWorker | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    endings: Endings = field(default_factory=Endings)
 
     def ready(self, service: Service) -> None:
         self.worker = EngineWorker(service.engine)
@@ -68,6 +100,10 @@ def build_app(state: ServerState) -> Starlette:
     """The ASGI application; it answers /health at once and everything else when `state` has a service."""
 
     async def complete(request: HttpRequest, *, chat: bool) -> Response:
+        with state.endings.of(request.headers.get("x-request-id")) as end_wanted:
+            return await answered(request, end_wanted, chat=chat)
+
+    async def answered(request: HttpRequest, end_wanted: asyncio.Event, *, chat: bool) -> Response:
         service, worker = _loaded(state)
         body = await _read_body(request)
         with _as_api_errors():
@@ -91,13 +127,19 @@ def build_app(state: ServerState) -> Starlette:
         state.metrics.started(chat=chat, streamed=plan.stream)
         if plan.stream:
             return _EventStream(answer, writer, plan, headers, state.metrics)
-        return await _whole_answer(request, answer, writer, headers, state.metrics)
+        return await _whole_answer(request, answer, writer, headers, state.metrics, end_wanted)
 
     async def chat_completions(request: HttpRequest) -> Response:
         return await complete(request, chat=True)
 
     async def completions(request: HttpRequest) -> Response:
         return await complete(request, chat=False)
+
+    async def cancel(request: HttpRequest) -> Response:
+        request_id = request.path_params["request_id"]
+        if not state.endings.end(request_id):
+            raise ApiError(404, f"no plain request {request_id!r} runs here", "invalid_request_error", "not_found")
+        return JSONResponse({"id": request_id, "object": "request", "cancelled": True})
 
     async def models(request: HttpRequest) -> Response:
         service, _ = _loaded(state)
@@ -135,6 +177,7 @@ def build_app(state: ServerState) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/requests/{request_id}/cancel", cancel, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -205,27 +248,38 @@ def _as_api_errors() -> Any:
 
 
 async def _whole_answer(
-    request: HttpRequest, answer: Answer, writer: AnswerWriter, headers: dict[str, str], metrics: EngineMetrics
+    request: HttpRequest,
+    answer: Answer,
+    writer: AnswerWriter,
+    headers: dict[str, str],
+    metrics: EngineMetrics,
+    end_wanted: asyncio.Event,
 ) -> Response:
-    """Wait for every choice; if the client hangs up before, the slots are free within a round."""
+    """Wait for every choice. If the client hangs up before, or wants it ended, the slots are free within a round; in
+    the second case it gets what was generated until then, and its usage."""
 
     async def collect() -> str | None:
         async for choice, update in answer.updates():
             writer.add(choice, update)
-            if update.error is not None or update.finish_reason == "cancelled":
+            if update.error is not None or (update.finish_reason == "cancelled" and not end_wanted.is_set()):
                 return update.error or "the backend is stopping"
         return None
 
     collecting = asyncio.ensure_future(collect())
     leaving = asyncio.ensure_future(_gone(request.receive))
+    ending = asyncio.ensure_future(end_wanted.wait())
     try:
-        await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([collecting, leaving, ending], return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            answer.cancel()
+            await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
             return Response(status_code=499)
         error = collecting.result()
     finally:
         collecting.cancel()
         leaving.cancel()
+        ending.cancel()
         answer.cancel()
         metrics.finished(answer.sequences)
     if error is not None:

@@ -14,7 +14,8 @@ import msgspec
 from ledger.money import Currency
 
 Status = Literal["completed", "cancelled", "failed", "crashed"]
-"""completed: it ended by itself · cancelled: the client hung up · failed: upstream broke off · crashed: we did."""
+"""completed: it ended by itself · cancelled: the client hung up, or we were stopped · failed: upstream broke off ·
+crashed: we did."""
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True):

@@ -35,6 +35,7 @@ from proxy.asgi import (
 )
 from proxy.attempts import QUEUE_S, attempts, broken, in_time, worth_another_try
 from proxy.auth import Keyring
+from proxy.hangups import whole
 from proxy.http1 import ConnectionLost
 from proxy.ids import RequestIds, now_ms
 from proxy.metering import without_generation
@@ -57,7 +58,7 @@ from proxy.relay import Ending, Relay
 from proxy.replay import Recorder, body_hash, idempotency_key, keep, replay
 from proxy.routing import Deployment, Route
 from proxy.run import Request, Run
-from proxy.settling import charge, let_go, note_cost, used
+from proxy.settling import charge, let_go, note_cost, note_left, used
 from proxy.upstream import Answer, Kind, Patience, UpstreamFailed, failure_of, read_all
 from proxy.watch import Interrupted, Watch
 
@@ -103,9 +104,9 @@ class Gateway:
         except (ApiError, Refusal, LedgerError) as error:
             await self._refuse(dialect, reply, as_api_error(error))
         except asyncio.CancelledError:  # this worker is stopping; a stream that has begun has said so itself
-            if not reply.begun:
+            log.warning("request_cut", request_id=reply.request_id, reason="the gateway is stopping")
+            if not reply.begun:  # nobody above us waits for the error: it would be logged as one of ours
                 await self._refuse(dialect, reply, shutting_down())
-            raise
         except Exception as error:
             log.error("request_failed", request_id=reply.request_id, exc_info=error)
             await self._refuse(dialect, reply, internal_error())
@@ -197,7 +198,10 @@ class Gateway:
                     broke = await self._stream(run, deployment, patience, slot)
                 else:
                     broke = False
-                    await self._answer(run, deployment, patience, slot)
+                    await self._answer(run, deployment, slot)
+            except Interrupted:
+                await note_left(run, deployment)
+                raise
             except Refusal:  # its queue is full, or was too slow: it was not asked
                 last = None
                 if deployment is candidates[-1]:
@@ -259,16 +263,20 @@ class Gateway:
 
     # The answer in one piece
 
-    async def _answer(self, run: Run, deployment: Deployment, patience: Patience, slot: Slot) -> None:
+    async def _answer(self, run: Run, deployment: Deployment, slot: Slot) -> None:
         request = run.request
-        body = await in_time(run, deployment, self._whole(run, deployment), patience.total)
+        came = await whole(run, deployment, self._whole(run, deployment))
         slot.release()  # the deployment is done with it; settling need not keep the next one waiting
         try:
-            plain = run.dialect.plain(request.id, request.call, body)
+            plain = run.dialect.plain(request.id, request.call, came.body)
         except NoAnswer as error:
+            if came.gone:
+                raise Interrupted("client_gone") from None
             raise broken(deployment, f"its answer is none: {error}") from error
         counting = deployment.upstream.counting
         told = plain.usage if request.dialect.generates else without_generation(plain.usage)
+        if came.cut and told is not None and not told.generated_tokens:
+            raise Interrupted("client_gone")  # ended before its first token
         tokens = await used(
             run,
             counting,
@@ -277,8 +285,11 @@ class Gateway:
             reason="no_usage",
             absurd=plain.absurd,
         )
-        answer = keep(False, body, run.dialect.native) if request.once is not None else None
-        settled = await charge(run, self._metrics, "completed", tokens, told, answer=answer)
+        answer = keep(False, came.body, run.dialect.native) if request.once is not None and not came.cut else None
+        status: Status = "cancelled" if came.gone else "completed"
+        settled = await charge(run, self._metrics, status, tokens, told, answer=answer)
+        if came.gone:
+            return
         body = plain.body(settled.usage(generates=request.dialect.generates))
         await run.reply.whole(200, body, [JSON, *run.headers(settled)])
 
@@ -317,8 +328,9 @@ class Gateway:
             raise
         except BaseException as error:  # this worker is stopping, or has failed: what was delivered is settled first
             if not run.settled:
-                why = shutting_down() if isinstance(error, asyncio.CancelledError) else internal_error()
-                await self._finish(run, deployment, Ending("broken", why), reader, relay)
+                stopped = isinstance(error, asyncio.CancelledError)
+                ending = Ending("stopped", shutting_down(begun=True)) if stopped else Ending("broken", internal_error())
+                await self._finish(run, deployment, ending, reader, relay)
             raise
         finally:
             relay.leave()
@@ -328,7 +340,7 @@ class Gateway:
     ) -> None:
         """Settle what was delivered, then let the client see the end."""
         told, counting = reader.usage, deployment.upstream.counting
-        if told is None and not reader.delivered_deltas and ending.how in ("gone", "broken"):
+        if told is None and not reader.delivered_deltas and ending.how in ("gone", "stopped", "broken"):
             return await self._nothing(run, ending, reader)
         tokens = await used(
             run,

@@ -29,16 +29,17 @@ LAST_WORDS_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How it ended. `how`: done · cut (the money did not reach) · gone (the client) · broken (the upstream)."""
+    """How it ended. `how`: done · cut (the money did not reach) · gone (the client) · stopped (by our own end) · broken
+    (the upstream)."""
 
-    how: Literal["done", "cut", "gone", "broken"]
+    how: Literal["done", "cut", "gone", "stopped", "broken"]
     error: ApiError | None = None
     long: bool = False
     """It was still flowing when its time was over: that says nothing against the upstream."""
 
     @property
     def status(self) -> Status:
-        return {"gone": "cancelled", "broken": "failed"}.get(self.how, "completed")  # type: ignore[return-value]
+        return {"gone": "cancelled", "stopped": "cancelled", "broken": "failed"}.get(self.how, "completed")  # type: ignore[return-value]
 
 
 class Relay:

@@ -101,6 +101,12 @@ class Run:
     settled: bool = False
     """Its money is decided: charged, or free again."""
 
+    @property
+    def leaves_a_row(self) -> bool:
+        """Whether it is on record when its client leaves before it got anything: somebody was asked. One with an
+        Idempotency-Key is as if it had never been, so that its client can try again under the same key."""
+        return self.attempts > 0 and self.request.once is None
+
     _counted: dict[Counting, int] = field(default_factory=dict)
 
     def prompt_tokens(self, counting: Counting) -> int:

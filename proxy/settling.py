@@ -51,7 +51,18 @@ async def used(
 
 async def note_cost(run: Run, deployment: Deployment, error: UpstreamFailed) -> None:
     """What a failed attempt costs at least: the prompt, if the provider took it."""
-    if deployment.price is not None and not error.refused:
+    if not error.refused:
+        await _note_prompt(run, deployment)
+
+
+async def note_left(run: Run, deployment: Deployment) -> None:
+    """The same of an attempt that the client did not wait for."""
+    if run.deployment is deployment and run.leaves_a_row:
+        await _note_prompt(run, deployment)
+
+
+async def _note_prompt(run: Run, deployment: Deployment) -> None:
+    if deployment.price is not None:
         counting = deployment.upstream.counting
         prompt_tokens = await _aside(run, counting, lambda: run.prompt_tokens(counting))
         cost = deployment.price.cost(prompt_tokens, 0, 0)
@@ -102,12 +113,12 @@ async def charge(
 
 
 async def let_go(run: Run, status: Status, reason: str) -> None:
-    """The client got nothing and pays nothing; what attempts in vain cost us is kept under its request. Does nothing
-    once the money is decided. Raises LedgerUnavailable."""
+    """The client got nothing and pays nothing. What attempts in vain cost us is kept under its request, and that it
+    left while somebody worked for it. Does nothing once the money is decided. Raises LedgerUnavailable."""
     if run.settled:
         return
     try:
-        if run.failed_attempts:
+        if run.failed_attempts or (status == "cancelled" and run.leaves_a_row):
             assert run.deployment is not None
             nothing = Tokens(prompt_tokens=0)
             name, took_ms = run.deployment.name, run.reply.elapsed_ms()

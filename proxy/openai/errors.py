@@ -124,12 +124,14 @@ def internal_error() -> ApiError:
     return ApiError(500, API, "internal_error", "TallyGate failed; the request id names the log entry.")
 
 
-def shutting_down() -> ApiError:
+def shutting_down(*, begun: bool = False) -> ApiError:
+    """begun: the client has seen a part of its answer."""
+    message = "TallyGate is stopping here and has cut this answer short; what came of it is billed."
     return ApiError(
         503,
         API,
         "shutting_down",
-        "This worker is stopping; another one can answer.",
+        message if begun else "TallyGate is stopping here; ask again in a moment.",
         retry_after_ms=1_000,
         should_retry=True,
     )

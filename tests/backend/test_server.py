@@ -17,6 +17,7 @@ from backend.errors import DraftNotSupported, ModelNotSupported, WeightsNotFound
 from backend.server import ServerState, build_app
 from backend.service import Settings, load_service
 from tests.backend.serving import served, write_model
+from tests.services import wait_until
 
 MODEL = "deepseek-v3.2"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -246,6 +247,28 @@ async def test_hanging_up_frees_the_slot_within_a_round(backend: tuple[str, Serv
         plain = asyncio.create_task(http.post(url + "/v1/chat/completions", json=body))
         await asyncio.sleep(0.05)
         plain.cancel()
+    await asyncio.to_thread(wait_until_free, state)
+
+
+async def test_a_plain_request_that_is_ended_early_answers_with_what_it_generated(
+    backend: tuple[str, ServerState],
+) -> None:
+    url, state = backend
+    assert state.service is not None
+    running = state.service.engine.scheduler.running
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 100_000_000, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=60) as http:
+        asked = http.post(url + "/v1/chat/completions", json=body, headers={"x-request-id": "this one"})
+        plain = asyncio.create_task(asked)
+        begun = lambda: any(sequence.generated_tokens > 2 for sequence in list(running))  # noqa: E731
+        await asyncio.to_thread(wait_until, begun, 60)
+        ended = await http.post(f"{url}/v1/requests/this%20one/cancel")
+        assert (ended.status_code, ended.json()["cancelled"]) == (200, True)
+        answer = (await plain).json()
+        assert answer["choices"][0]["finish_reason"] == "cancelled"
+        assert 2 < answer["usage"]["completion_tokens"] < 900, "the context has room for more"
+        unknown = await http.post(f"{url}/v1/requests/this%20one/cancel")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     await asyncio.to_thread(wait_until_free, state)
 
 

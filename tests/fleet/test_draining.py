@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +31,7 @@ class Stream:
         self.deltas = 0
         self.done_at: float | None = None
         """When the stream came to its proper end."""
+        self.error: dict[str, Any] | None = None
         self._host, self._key, self._tokens = host, key, tokens
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -49,8 +51,9 @@ class Stream:
                     if line == "data: [DONE]":
                         self.done_at = time.monotonic()
                     elif line.startswith("data: "):
-                        choices = json.loads(line.removeprefix("data: ")).get("choices", [])
-                        self.deltas += any(choice["delta"].get("content") for choice in choices)
+                        event = json.loads(line.removeprefix("data: "))
+                        self.error = event.get("error")
+                        self.deltas += any(choice["delta"].get("content") for choice in event.get("choices", []))
         except httpx.TransportError:  # it was cut
             return
 
@@ -100,9 +103,15 @@ def test_a_replaced_worker_goes_on_with_its_stream_past_drain_s_and_a_stop_cuts_
     assert one.stop(60) == 0
     stream.join()
     assert stream.done_at is None
+    assert stream.error is not None
+    assert (stream.error["code"], "another" in stream.error["message"]) == ("shutting_down", False)
+    logged = "".join(path.read_text() for path in (one.folder / "data/logs").glob("gateway-*.log"))
+    assert "request_cut" in logged
+    assert "Traceback" not in logged
+    assert "Exception in ASGI" not in logged
     command = [*one.command[:4], "usage", "--json", *one.options]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["data"]
-    (cut,) = [row for row in rows if row["status"] != "completed"]
+    (cut,) = [row for row in rows if row["status"] == "cancelled"]
     assert len(rows) == 2
     assert stream.deltas <= cut["generated_tokens"] < MANY
     assert Fleet([one]).verify(one)["ok"]

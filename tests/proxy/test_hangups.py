@@ -73,7 +73,8 @@ async def test_a_client_that_leaves_before_a_plain_answer_stops_it_and_pays_noth
     worker = gateway.app.state.worker
     await asyncio.to_thread(wait_until, lambda: worker.gate._open_holds == 0, 30)
     for entry in entries:
-        assert await asyncio.to_thread(gateway.rows, entry["id"]) == []
+        row = await asyncio.to_thread(gateway.row, entry["id"])
+        assert (row["status"], row["billed_tokens"], row["cost_usd_pico"]) == ("cancelled", 0, 0)
 
 
 def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpstream, tmp_path: Any) -> None:
@@ -91,12 +92,14 @@ def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpst
             next(lines)
         gateway._server.should_exit = True
         rest = [line for line in lines if line.startswith("data: {")]
-        assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"
+        said = json.loads(rest[-1][6:])["error"]
+        assert said["code"] == "shutting_down"
+        assert "cut this answer short" in said["message"]
         request_id = answer.headers["x-request-id"]
     row = gateway.row(request_id)
     delivered = sum(bool(json.loads(line[6:]).get("choices")) for line in rest)
-    assert row["status"] == "failed"
-    assert row["generated_tokens"] >= delivered
+    assert (row["status"], row["estimate_reason"]) == ("cancelled", "stopped")
+    assert row["billed_tokens"] > row["generated_tokens"] >= delivered
     assert upstream.entry(request_id)["outcome"] == "client_gone"
 
 
