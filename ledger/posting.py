@@ -79,6 +79,7 @@ class Poster:
         self._accounts: dict[str, AccountInfo] = {}
         self._zones: dict[str, str] = {}
         self._next_housekeeping_ms = 0
+        self._partitioned = False
         self._complaints: dict[str, str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -86,6 +87,7 @@ class Poster:
         pause = POLL_S
         while not stop.is_set():
             try:
+                await self._partition()
                 posted = await self.post_once()
                 await self._keep_house()
                 pause = 0.0 if posted >= self.batch_frames else POLL_S
@@ -309,6 +311,14 @@ class Poster:
         if self._complaints.get(slot_id) != str(error):
             self._complaints[slot_id] = str(error)
             log.error("posting of this slot stands still", slot=slot_id, error=str(error))
+
+    async def _partition(self) -> None:
+        """Before the first row of a new ledger: one that is moved later vanishes from a snapshot that is being read, as
+        by the proof."""
+        if not self._partitioned:
+            async with self.db.begin() as c:
+                await ensure_partitions(c, self._clock())
+            self._partitioned = True
 
     async def _keep_house(self) -> None:
         """Now and then: make partitions, book what expired, forget replayable answers after their day, remove old

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from ledger.audit import By
 from ledger.database import Database
 from ledger.errors import Conflict
 from ledger.journal import JournalReader, list_epochs
+from ledger.periods import period_of
 from ledger.records import Charge, FailedAttempt, Settle, Usage
 from ledger.schema import accounts, batches, leases, rollups, suspense, transfers, usage
 from ledger.suspense import list_suspended, retry, write_off
 from ledger.verify import verify
+from tests.ledger_flow.conftest import furnished
 from tests.ledger_flow.material import MODEL, House, now_ms, price, request_id, run, used
 from tests.ledger_flow.test_holds import proven
 
@@ -110,6 +113,24 @@ async def test_a_usage_row_is_visible_within_a_fraction_of_a_second(house: House
     stop.set()
     await posting
     await proven(house)
+
+
+async def test_no_row_of_a_new_ledger_is_moved_to_another_partition_under_who_reads(
+    ledger_postgres_url: str, tmp_path: Path
+) -> None:
+    async with furnished(ledger_postgres_url, tmp_path / "journal") as house:
+        await run(await house.gate(), house.ask())
+        poster, stop, places = house.poster(), asyncio.Event(), []
+
+        async def look_where_it_lies() -> None:
+            async with house.db.read() as c:
+                places.extend((await c.execute(text("SELECT tableoid::regclass::text FROM usage"))).scalars())
+            if places:
+                stop.set()
+
+        poster._keep_house = look_where_it_lies  # type: ignore[method-assign]
+        await poster.run(stop)
+        assert places == [f"usage_{period_of(now_ms(), 'UTC').replace('-', '_')}"]
 
 
 def settle(house: House, **changes: Any) -> Settle:
