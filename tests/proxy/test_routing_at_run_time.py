@@ -258,6 +258,7 @@ def test_the_canary_report_tells_before_and_after_failures_and_how_busy_the_devi
     upstream.standing_fault("500", times=1)
     with pytest.raises(openai.InternalServerError):
         ask()
+    upstream.standing_fault({"headers_delay_ms": 5})  # less than a millisecond, as here, has no speed
     ids = [ask() for _ in range(3)]
     for request_id in ids:
         routed.row(request_id)
