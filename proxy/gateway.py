@@ -49,6 +49,7 @@ from proxy.openai.errors import (
     internal_error,
     model_not_found,
     no_deployment_available,
+    no_embeddings,
     shutting_down,
 )
 from proxy.openai.plain import NoAnswer
@@ -259,6 +260,8 @@ class Gateway:
             body = await read_all(answer, 2**20)
         except ConnectionLost:
             body = b""
+        if answer.status == 404 and not dialect.generates and b"model_not_found" not in body:
+            raise UpstreamFailed("request", no_embeddings(request.call.model, upstream.name))
         raise failure_of(upstream.name, answer.status, answer.headers, body)
 
     # The answer in one piece

@@ -91,6 +91,11 @@ def invalid_api_key(message: str) -> ApiError:
     return ApiError(401, INVALID, "invalid_api_key", message)
 
 
+def no_embeddings(model: str, place: str) -> ApiError:
+    message = f"The model `{model}` makes no embeddings: `{place}`, which serves it, has no such endpoint."
+    return ApiError(404, INVALID, "embeddings_not_supported", message, param="model")
+
+
 def model_not_found(model: str) -> ApiError:
     return ApiError(404, INVALID, "model_not_found", f"The model `{model}` does not exist; GET /v1/models lists them.")
 

@@ -8,14 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.proxy.serving import Gateway, configuration
+from tests.proxy.serving import PRICE, Gateway, configuration
 from tests.upstream.process import FakeUpstream
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, upstream_process: FakeUpstream) -> Iterator[Gateway]:
     folder: Path = tmp_path_factory.mktemp("first-look")
-    with Gateway(folder, configuration({"legacy": upstream_process.base_url}, m={})) as gateway:
+    mute = {"deployments": [{"to": "mute"}], "price": PRICE}
+    places = {"legacy": upstream_process.base_url, "mute": f"{upstream_process.base_url}/mute"}
+    with Gateway(folder, configuration(places, m={}, mute=mute)) as gateway:
         yield gateway
 
 
@@ -48,3 +50,10 @@ def test_a_wrong_key_is_named_where_it_is_long_enough_to_be(http: httpx.Client, 
 def test_an_empty_body_is_called_empty(http: httpx.Client, path: str) -> None:
     answer = http.post(f"/v1/{path}")
     assert (answer.status_code, "The request body is empty" in answer.text) == (400, True)
+
+
+def test_a_place_without_embeddings_is_named_with_the_model(http: httpx.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"model": "mute", "input": "hello"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "embeddings_not_supported", "model")
+    assert error["message"] == "The model `mute` makes no embeddings: `mute`, which serves it, has no such endpoint."
