@@ -69,6 +69,25 @@ async def test_key_and_quota_changes_are_in_force_on_all_hosts_within_a_second(f
             assert await is_in_force_within_a_second(fleet, key, expected, change, back), expected
 
 
+async def test_a_lowered_spend_limit_is_in_force_on_all_hosts_within_a_second(fleet: Fleet) -> None:
+    key = fleet.new_key()
+    path = f"/keys/{fleet.key_id(key)}/quotas"
+    with fleet.hosts[0].admin() as admin:
+
+        def limit(amount: str) -> int:
+            return admin.put(path, json=[{"metric": "spend", "window": "month", "limit": amount}]).status_code
+
+        seconds = math.inf
+        for _ in range(3):  # at the first, second or third time: a busy machine may hold up one
+            assert limit("1") == 200
+            tally = await load(fleet.ports, [key], 2 * WORKERS, for_seconds(1.4), pause_s=0.02)
+            assert tally.count(200) > WORKERS, "each worker has leased much of it"
+            seconds = await in_force_after_s(fleet, key, "429 insufficient_quota", lambda: limit("0.000001"))
+            if seconds < 1:
+                break
+    assert seconds < 1
+
+
 async def test_a_routes_new_weights_are_in_force_on_all_hosts_within_a_second(fleet: Fleet) -> None:
     key = fleet.new_key()
 
