@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -115,7 +116,6 @@ class Fleet:
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = hosts
-        self._teams = 0
 
     @property
     def ports(self) -> list[int]:
@@ -124,9 +124,7 @@ class Fleet:
     def new_key(self, *quotas: dict[str, Any], money: str = "1000", **options: Any) -> str:
         """A key of a new team with so many dollars and these quotas of its own."""
         with self.hosts[0].admin() as admin:
-            name = f"team {os.getpid()} {self._teams}"
-            self._teams += 1
-            team = _made(admin.post("/teams", json={"name": name, **options}))["id"]
+            team = _made(admin.post("/teams", json={"name": f"team {uuid.uuid4()}", **options}))["id"]
             topup = {"amount": money, "currency": options.get("billing_currency", "USD"), "reference": team}
             _made(admin.post(f"/teams/{team}/topups", json=topup))
             made = _made(admin.post("/keys", json={"team_id": team}))
