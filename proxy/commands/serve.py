@@ -69,11 +69,8 @@ async def _serve(
 
 
 async def _supervise(plan: Plan, began: float) -> int:
-    from proxy.shares import shares
     from proxy.supervisor import Supervisor
 
-    for line in shares(plan.settings):
-        say(line)
     supervisor = Supervisor(plan, say)
     supervisor.listen_for_signals()
     ledger = _Preparation(plan.settings)
@@ -114,11 +111,12 @@ async def _until(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> boo
 
 
 async def _show_screen(plan: Plan, ledger: _Preparation, began: float) -> None:
+    from proxy.shares import shares
     from proxy.start_screen import start_screen
 
     assert ledger.first_run is not None
-    for warning in ledger.first_run.prices.warnings:
-        say(warning)
+    for line in (*shares(plan.settings), *ledger.first_run.prices.warnings):
+        say(line)
     sys.stdout.write(await start_screen(plan, ledger.first_run, time.monotonic() - began))
     sys.stdout.flush()
 
