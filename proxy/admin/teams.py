@@ -169,7 +169,10 @@ async def _refuse_a_second(call: Call, name: str) -> None:
     await audit.lock(call.c)
     first = await teams.named(call.c, name)
     if first is not None:
-        raise Conflict(f"team {first.id} is named {name!r} already: use it, choose another name, or allow_same_name")
+        raise Conflict(
+            f"team {first.id} is named {name!r} already: use it, choose another name, or allow it (`allow_same_name`; "
+            "in a shell `--allow-same-name`)"
+        )
 
 
 async def list_(call: Call) -> Listing[TeamAnswer]:
