@@ -37,7 +37,8 @@ def configure(base_dir: Path, output: str) -> Settings:
 def screen(settings: Settings, first_run: FirstRun) -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         plan = Plan(settings, (), listener, None, lambda: settings)
-        return run_apart(lambda: start_screen(plan, first_run, 1.0))
+        shown: str = run_apart(lambda: start_screen(plan, first_run, 1.0))
+        return shown
 
 
 def check(base_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
