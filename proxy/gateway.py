@@ -175,7 +175,7 @@ class Gateway:
         finally:
             watch.close()
             ticket.release()
-            await let_go(run, status, "no answer")
+            await let_go(run, status, "gone" if status == "cancelled" else "no answer")
 
     # Who answers
 

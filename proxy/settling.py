@@ -120,7 +120,8 @@ async def let_go(run: Run, status: Status, reason: str) -> None:
     try:
         if run.failed_attempts or (status == "cancelled" and run.leaves_a_row):
             assert run.deployment is not None
-            nothing = Tokens(prompt_tokens=0)
+            untold = reason if status == "cancelled" else None  # what had been generated for it by then
+            nothing = Tokens(prompt_tokens=0, estimated=untold is not None, estimate_reason=untold)
             name, took_ms = run.deployment.name, run.reply.elapsed_ms()
             failed = run.failed_attempts
             await run.hold.settle(

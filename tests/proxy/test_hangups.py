@@ -75,6 +75,7 @@ async def test_a_client_that_leaves_before_a_plain_answer_stops_it_and_pays_noth
     for entry in entries:
         row = await asyncio.to_thread(gateway.row, entry["id"])
         assert (row["status"], row["billed_tokens"], row["cost_usd_pico"]) == ("cancelled", 0, 0)
+        assert (row["estimate_reason"], bool(row["estimated"])) == ("gone", True), "nobody said what it had generated"
 
 
 def test_a_stopping_worker_settles_what_its_streams_delivered(upstream: FakeUpstream, tmp_path: Any) -> None:
