@@ -222,6 +222,9 @@ class Connection(asyncio.Protocol):
 
     # httptools calls these, within `data_received`: there is an answer
 
+    def on_message_begin(self) -> None:
+        self._reading()  # half a head behind an answer must not become the beginning of the next one
+
     def on_header(self, name: bytes, value: bytes) -> None:
         response = self._reading()
         self._header_bytes += len(name) + len(value)

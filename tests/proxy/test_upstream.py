@@ -165,6 +165,14 @@ async def test_a_kept_connection_that_breaks_during_the_generation_never_starts_
         assert server.requests == 2
 
 
+async def test_half_a_head_behind_an_answer_does_not_begin_the_next_one() -> None:
+    server = Scripted(SHORT + b"HTTP/1.1 200 OK\r\nX:", b"HTTP/1.1 202 Accepted\r\ncontent-length: 2\r\n\r\n[]")
+    async with server as client:
+        assert await read_all(await client.post(b"/x", b"")) == b"{}"
+        second = await client.post(b"/x", b"")
+        assert (second.status, await read_all(second)) == (202, b"[]")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
