@@ -2,7 +2,8 @@
 
 A connection that is closed says nothing any more. So our own backend is told to end the request, and answers it with
 what it has; a route may let an upstream finish (`on_hangup: finish`). Any other upstream is hung up on, and what it
-generated stays unknown: nobody is billed for that.
+generated stays unknown: nobody is billed for that. Nor is a request with an Idempotency-Key cut short: its client would
+have paid for half an answer, and could never get the whole one under that key.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ async def whole(run: Run, deployment: Deployment, answering: Coroutine[Any, Any,
     """Raises UpstreamFailed, and Interrupted when the client has left and there is nothing to learn any more."""
     upstream, settings = deployment.upstream, run.request.route.settings
     finishes = settings.on_hangup == "finish"
-    if not (finishes or upstream.is_backend):
+    if not (finishes or (upstream.is_backend and run.request.once is None)):
         return Whole(await in_time(run, deployment, answering, upstream.patience.total))
+    if run.watch.client_gone:  # while it waited for its turn: nobody is asked for it
+        answering.close()
+        raise Interrupted("client_gone")
     task = asyncio.create_task(answering)
     try:
         return Whole(await in_time(run, deployment, asyncio.shield(task), upstream.patience.total))
@@ -54,9 +58,10 @@ async def whole(run: Run, deployment: Deployment, answering: Coroutine[Any, Any,
         except (UpstreamFailed, TimeoutError):
             raise Interrupted("client_gone") from None
     finally:
-        task.cancel()  # and with it the connection, unless all has come
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([task])
+        if not task.done():
+            task.cancel()  # and with it the connection
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
 
 
 async def _end(upstream: Upstream, request_id: str, answering: asyncio.Task[bytes]) -> None:
@@ -67,8 +72,8 @@ async def _end(upstream: Upstream, request_id: str, answering: asyncio.Task[byte
         answer = await upstream.post(b"/requests/%b/cancel" % request_id.encode(), b"")
         with contextlib.suppress(ConnectionLost):
             await read_all(answer)
-        if answer.status != 404:
+        if 200 <= answer.status < 300:
             return
-        if loop.time() > deadline:
+        if answer.status != 404 or loop.time() > deadline:
             raise TimeoutError
         await asyncio.wait([answering], timeout=AGAIN_S)

@@ -115,6 +115,20 @@ def test_one_that_still_waits_for_the_engine_costs_nothing_and_is_on_record(
     wait_until(lambda: is_free(state), 60)
 
 
+def test_an_engine_that_is_asked_under_a_key_is_hung_up_on_and_the_key_is_free_again(
+    house: Gateway, engine: tuple[str, ServerState]
+) -> None:
+    state, before, headers = engine[1], len(house.rows()), {"idempotency-key": "half"}
+    asyncio.run(leave(house, ENDLESS, lambda: generating(state, 5), **headers))
+    wait_until(lambda: is_free(state), 60)
+    wait_until(lambda: house.app.state.worker.gate._open_holds == 0, 60)
+    body = {**BODY, "model": MODEL, "max_tokens": 3, "ignore_eos": True}
+    with house.http() as http:
+        wait_until(lambda: http.post("/chat/completions", json=body, headers=headers).status_code == 200, 60)
+    (row,) = settled(house, before + 1)[before:]
+    assert (row["status"], row["generated_tokens"]) == ("completed", 3)
+
+
 def test_a_route_may_let_an_upstream_finish_and_bills_what_it_says(upstream: FakeUpstream, tmp_path: Path) -> None:
     def model(**more: Any) -> dict[str, Any]:
         return {"deployments": [{"to": "legacy", "model": "gpt-4"}], "price": PRICE, "on_hangup": "finish", **more}
