@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SMAPS = Path("/proc/self/smaps")
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE = 2 << 20
 _ADVISE_HUGE, _COLLAPSE = 14, 25  # madvise(2): MADV_HUGEPAGE; MADV_COLLAPSE, which does it now (Linux 6.1)
 _IN_USE = 0.5  # of a mapping: sparse ones would grow
@@ -32,11 +33,15 @@ def use_large_pages() -> int:
 
     Left alone: memory that asked for small pages (keys and values), mappings that are half empty, other systems.
     """
-    if not _SMAPS.exists():
+    try:
+        if "[never]" in _ENABLED.read_text():
+            return 0  # MADV_COLLAPSE would not ask
+        smaps = _SMAPS.read_text()
+    except OSError:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     asked = 0
-    for mapping in _mappings(_SMAPS.read_text()):
+    for mapping in _mappings(smaps):
         start, end = -(-mapping.start // _HUGE) * _HUGE, mapping.end // _HUGE * _HUGE
         if end <= start or mapping.used < _IN_USE * (mapping.end - mapping.start):
             continue
