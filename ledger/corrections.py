@@ -124,7 +124,7 @@ async def check_corrections(c: AsyncConnection) -> tuple[int, str | None]:
     """
     approved = {correction.id: correction async for correction in _acts(c)}
     booked = {act.id: Counter(_booked(act)) for act in approved.values()}
-    t, seen = transfers.c, set[str]()
+    t = transfers.c
     query = select(t.batch_id, t.kind, t.source, t.destination, t.amount_pico).where(t.batch_id.startswith(BATCH))
     for row in await c.execute(query):
         act_id = row.batch_id.removeprefix(BATCH)
@@ -132,9 +132,8 @@ async def check_corrections(c: AsyncConnection) -> tuple[int, str | None]:
         if not booked.get(act_id, Counter())[posted]:
             return len(approved), f"{row.kind} of {row.amount_pico} pico corrects {row.source}, and nobody approved it"
         booked[act_id][posted] -= 1
-        seen.add(act_id)
     for balance in approved.values():
-        if balance.kind == "balance" and _booked(balance) and balance.id not in seen:
+        if balance.kind == "balance" and booked[balance.id].total():
             return len(approved), f"correction {balance.id} of {balance.entry['account']} is not booked any more"
     r = rollups.c
     columns = [r.hour_ms, r.slot_id, *(r[name] for name in ROLLUP_SUMS)]

@@ -106,6 +106,7 @@ class Poster:
 
     async def drain(self) -> None:
         """Post until nothing durable is left."""
+        await self._partition()
         while await self.post_once(whole=True):
             pass
 

@@ -147,7 +147,8 @@ async def lease_again(c: AsyncConnection, slot_id: str, epoch: int, account_id: 
         return 0
     await c.execute(update(accounts).where(a.id == account_id).values(leased_pico=a.leased_pico + amount))
     mine = (lease.slot_id == slot_id, lease.epoch == epoch, lease.account_id == account_id)
-    done = await c.execute(update(leases).where(*mine).values(taken_pico=lease.taken_pico + amount))
+    again = {"taken_pico": lease.taken_pico + amount, "revision": lease.revision + 1}  # a gate that lives reads it anew
+    done = await c.execute(update(leases).where(*mine).values(**again))
     if not done.rowcount:
         row = {"slot_id": slot_id, "epoch": epoch, "account_id": account_id, "taken_pico": amount}
         await c.execute(insert(leases).values(row))

@@ -37,7 +37,9 @@ class Reductions:
         self._watched.clear()
         found = []
         for account_id, (excess_pico, revision) in rows.items():
-            slice = self._leases.slices[account_id]
+            slice = self._leases.slices.get(account_id)
+            if slice is None:
+                continue
             if slice.lock.locked() or not slice.synced or slice.revision != revision:
                 self._watched.add(account_id)  # an operation of ours is under way: what we have read says too little
                 continue

@@ -66,7 +66,7 @@ class Slice:
 
     def owe(self, excess_pico: int) -> None:
         """The account has given out so much more than it may, here and elsewhere."""
-        owed = min(excess_pico, self.free + self.owed + self.held())
+        owed = max(0, min(excess_pico, self.free + self.owed + self.held()))  # a lease that was lost owes no less
         self.free += self.owed - owed
         self.owed = owed
 

@@ -14,6 +14,7 @@ from ledger.errors import InsufficientQuota, LedgerUnavailable
 from ledger.gate import Gate
 from ledger.quotas import Scope, replace_quotas
 from ledger.schema import accounts
+from ledger.slices import Slice
 from ledger.teams import TeamChange, update_team
 from tests.ledger_flow.material import USD, House, now_ms, price, run, used
 from tests.ledger_flow.test_holds import proven
@@ -106,6 +107,13 @@ async def test_a_lowered_credit_limit_holds_on_every_worker(house: House) -> Non
         await gate.refresh()
     assert await admitted(house, *gates) == 2
     await proven(house)
+
+
+def test_a_lease_that_was_lost_owes_nothing_less() -> None:
+    slice = Slice("account", "budget", "USD", 0)
+    slice.free, slice.spent = -100, 100  # the database forgot what was taken
+    slice.owe(0)
+    assert (slice.free, slice.owed) == (-100, 0)
 
 
 async def test_running_requests_keep_what_they_hold_and_nobody_draws_on_what_they_give_back(house: House) -> None:
