@@ -29,13 +29,19 @@ async def told(db: Database) -> set[str]:
         return {row.key.split(":")[2] for row in await c.execute(select(webhook_events))}
 
 
-async def test_a_refusal_that_is_noticed_while_others_are_written_is_told_the_next_time(db: Database) -> None:
+async def noticed_while_writing(db: Database) -> tuple[Notices, asyncio.Task[None]]:
+    """The refusal of `first` is being written while that of `second` comes."""
     notices = Notices(Limiter(MemoryCounters()))
     spent = InsufficientQuota("the budget is used up", "budget")
     notices.refused(Principal("team", "first", "name", "USD", "UTC"), spent)
     writing = asyncio.create_task(notices.write(db))
     await asyncio.sleep(0)
     notices.refused(Principal("team", "second", "name", "USD", "UTC"), spent)
+    return notices, writing
+
+
+async def test_a_refusal_that_is_noticed_while_others_are_written_is_told_the_next_time(db: Database) -> None:
+    notices, writing = await noticed_while_writing(db)
     assert not writing.done()
     await writing
     await notices.write(db)
@@ -43,12 +49,7 @@ async def test_a_refusal_that_is_noticed_while_others_are_written_is_told_the_ne
 
 
 async def test_what_could_not_be_written_is_told_the_next_time_with_what_came_meanwhile(db: Database) -> None:
-    notices = Notices(Limiter(MemoryCounters()))
-    spent = InsufficientQuota("the budget is used up", "budget")
-    notices.refused(Principal("team", "first", "name", "USD", "UTC"), spent)
-    writing = asyncio.create_task(notices.write(db))
-    await asyncio.sleep(0)
-    notices.refused(Principal("team", "second", "name", "USD", "UTC"), spent)
+    notices, writing = await noticed_while_writing(db)
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
